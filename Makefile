@@ -1,0 +1,61 @@
+# Two commands do everything: `make demo` and `make test`. `make help` lists the rest.
+
+VENV ?= .venv
+# The first of these that is Python 3.11 or newer. `make PYTHON=/path/to/python3` chooses another.
+PYTHONS := python3 python3.13 python3.12 python3.11
+NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(PYTHONS); do $$p -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DFLASH := $(BIN)/dflash
+PACKAGES := cache_schema stages pipeline jobs
+
+# Settings on the command line: make train RECIPE=recipes/demo.yaml SET="train.lr=3e-4 train.epochs=2"
+RECIPE ?= recipes/demo.yaml
+SET ?=
+SETTINGS := $(foreach s,$(SET),--set '$(s)')
+STAGES := generate extract train evaluate export run plan report
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types constraints $(STAGES)
+
+help: ## this list
+	@grep -hE '^[a-z |]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@echo '  make STAGE RECIPE=recipes/x.yaml SET="train.lr=3e-4 …"'
+	@echo '                    one of: $(STAGES)'
+
+demo: $(STAMP) ## the whole pipeline on a small real model, with a report at the end
+	$(DFLASH) run recipes/demo.yaml
+
+test: lint types ## lint, types and all tests
+	@for p in $(PACKAGES) tests; do \
+	    printf '%-14s %6d lines of Python\n' $$p "$$(find $$p -name '*.py' -exec cat {} + | wc -l)"; done
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy, strict on cache_schema and stages
+	$(BIN)/mypy
+
+$(STAGES): $(STAMP)
+	$(DFLASH) $@ $(RECIPE) $(SETTINGS)
+
+# The environment is made again only when what it is made from changes.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { \
+	    echo 'This needs Python 3.11 or newer with venv, and none of these is that: $(PYTHONS).' >&2; \
+	    echo 'Install one (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3' >&2; \
+	    exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+constraints: ## pin what is installed now, for CI
+	@{ echo "# What CI uses: every package of the environment, pinned. Refresh with 'make constraints'."; \
+	    $(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | grep -vE '^dflash([ =@]|$$)'; \
+	} > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
+	@touch $(STAMP)
+	@echo "constraints.txt pins $$(grep -c == constraints.txt) packages"

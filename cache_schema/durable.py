@@ -1,0 +1,101 @@
+"""Files that survive a power cut: temporary name, fsync, then one atomic step.
+
+A reader sees a file whole or not at all. Killed at any moment, these functions leave at most a hidden
+temporary file (`.<name>.<pid>.<random>.tmp`) that no reader looks at.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def fsync_file(path: Path) -> None:
+    """Force a file's bytes to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_dir(path: Path) -> None:
+    """Force a folder's entries (names, not contents) to the disk."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(path: Path) -> None:
+    """Force every file and folder below `path`, and `path` itself, to the disk; contents before names."""
+    for folder, _, files in os.walk(path, topdown=False):
+        for name in sorted(files):
+            fsync_file(Path(folder, name))
+        fsync_dir(Path(folder))
+
+
+def make_dirs(path: Path) -> None:
+    """Create a folder and its parents, each entry forced to the disk."""
+    missing: list[Path] = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_dir(folder.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old or the new content, never a mixture.
+
+    Raises:
+        OSError: as the system gave it (a full disk is ENOSPC); no temporary file is left and an older
+            file of this name is untouched.
+    """
+    temporary = _write_temporary(path, data)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def create_once(path: Path, data: bytes) -> bool:
+    """Create a file if none of this name exists; of several who try, exactly one succeeds.
+
+    The content appears in one step (`link`, which fails if the name is taken, where `rename` would replace it).
+
+    Returns:
+        True if this call created the file, False if it was there already.
+
+    Raises:
+        OSError: as the system gave it (a full disk is ENOSPC); no temporary file is left.
+    """
+    if path.exists():
+        return False
+    temporary = _write_temporary(path, data)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_dir(path.parent)
+    return True
+
+
+def _write_temporary(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary

@@ -1,0 +1,321 @@
+"""The responses table: what the target said, as token ids and masks that nothing downstream works out again.
+
+    responses/responses.json              identity, fingerprint, number of parts and samples
+    responses/parts/part-00042.<tag>.parquet
+    responses/commits/part-00042.json     written last: the part exists if and only if this does
+
+A part is written by one attempt of one worker under a name of its own, forced to the disk, and then named
+by a commit marker that only the first finisher can create. Every byte is checked against the marker when
+a part is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cache_schema import names
+from cache_schema.durable import create_once, make_dirs
+from cache_schema.errors import ResponsesError
+from cache_schema.identity import ResponsesIdentity, canonical_json, require_same, sha256_bytes
+from cache_schema.ledger import PartLedgerRow, part_rows
+from cache_schema.rejects import REJECTS_SCHEMA, Reject, read_rejects, write_rejects
+from cache_schema.response_format import SCHEMA, Response, list_offsets, list_values, to_response, to_table
+
+__all__ = [
+    "REJECTS_SCHEMA",
+    "SCHEMA",
+    "Reject",
+    "Response",
+    "ResponsesTable",
+    "committed_parts",
+    "create_responses",
+    "read_rejects",
+    "write_part",
+    "write_rejects",
+]
+
+
+def create_responses(folder: Path, identity: ResponsesIdentity, n_parts: int, n_samples: int) -> None:
+    """Write `responses.json` once; a second run with the same arguments changes nothing.
+
+    Raises:
+        FingerprintMismatch: the folder holds the table of another identity.
+        ResponsesError: same identity, but another division into parts.
+    """
+    make_dirs(names.parts_dir(folder))
+    make_dirs(names.commits_dir(folder))
+    body = {
+        "identity": identity.to_json(),
+        "fingerprint": identity.fingerprint(),
+        "n_parts": n_parts,
+        "n_samples": n_samples,
+    }
+    if create_once(names.responses_json(folder), canonical_json(body).encode()):
+        return
+    found, found_parts, found_samples = _read_description(folder)
+    require_same(found, identity, names.responses_json(folder))
+    if (found_parts, found_samples) != (n_parts, n_samples):
+        raise ResponsesError(
+            f"{names.responses_json(folder)} plans {found_samples} samples in {found_parts} parts, this run "
+            f"{n_samples} "
+            f"in {n_parts}, under the same identity; use another folder"
+        )
+
+
+def _read_description(folder: Path) -> tuple[ResponsesIdentity, int, int]:
+    path = names.responses_json(folder)
+    data = _load_json(path, f"{path} is missing: no responses table here; run the generate stage first")
+    try:
+        identity = ResponsesIdentity.from_json(data["identity"])
+        counts = int(data["n_parts"]), int(data["n_samples"])
+        fingerprint = data["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResponsesError(
+            f"{path} lacks a field or has one of the wrong type ({error!r}); make the table again"
+        ) from error
+    if identity.fingerprint() != fingerprint:
+        raise ResponsesError(
+            f"{path}: fingerprint is {fingerprint}, but its fields give {identity.fingerprint()}; it was changed"
+        )
+    return identity, *counts
+
+
+def _load_json(path: Path, missing: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ResponsesError(missing) from error
+    except ValueError as error:
+        raise ResponsesError(f"{path} is not JSON: {error}; remove it and run the stage again") from error
+    if not isinstance(data, dict):
+        raise ResponsesError(
+            f"{path} holds {type(data).__name__}, expected a JSON object; remove it and run the stage again"
+        )
+    return data
+
+
+def write_part(
+    folder: Path,
+    part: int,
+    responses: Sequence[Response],
+    ledger: Iterable[Mapping[str, Any]] = (),
+    attempt: int = 1,
+    seconds: float = 0.0,
+) -> dict[str, Any]:
+    """Write and commit one part; if another attempt has committed it, drop this one's file.
+
+    Args:
+        folder: the responses table, made by `create_responses`.
+        part: index of the part.
+        responses: the part's samples, in the order of the prompts.
+        ledger: rows `sample_id`, `reason`, `detail` for the samples that the part lacks.
+        attempt: which try of the pool this is, for the record.
+        seconds: how long it took, for the record.
+
+    Returns:
+        The commit marker that counts: this attempt's, or the one found.
+
+    Raises:
+        ResponsesError: a response is malformed or an id occurs twice.
+        OSError: as the system gave it; this attempt's file is removed.
+    """
+    name = names.part_name(part)
+    table = to_table(responses, name)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    data = sink.getvalue().to_pybytes()
+    path = names.parts_dir(folder) / f"{name}.{names.random_tag()}.parquet"
+    marker = {
+        "part": name,
+        "file": path.name,
+        "rows": len(responses),
+        "bytes": len(data),
+        "sha256": sha256_bytes(data),
+        "attempt": attempt,
+        "ledger": part_rows(ledger, name),
+        "seconds": seconds,
+    }
+    commit = names.commit_file(folder, name)
+    try:
+        create_once(path, data)
+        won = create_once(commit, canonical_json(marker).encode())
+    except BaseException:
+        if not commit.exists() or _read_marker(folder, part)["file"] != path.name:
+            path.unlink(missing_ok=True)
+        raise
+    if not won:
+        path.unlink()
+        return _read_marker(folder, part)
+    return marker
+
+
+def _read_marker(folder: Path, part: int) -> dict[str, Any]:
+    path = names.commit_file(folder, names.part_name(part))
+    marker = _load_json(
+        path, f"{path} is missing: part {part} of the responses table is not there; run the generate stage again"
+    )
+    fields = {"part": str, "file": str, "rows": int, "bytes": int, "sha256": str, "ledger": list}
+    bad = [name for name, kind in fields.items() if not isinstance(marker.get(name), kind)]
+    if bad or marker["part"] != names.part_name(part):
+        raise ResponsesError(
+            f"{path} is damaged (fields {bad}, part {marker.get('part')!r}); remove it and run the generate stage again"
+        )
+    return marker
+
+
+def committed_parts(folder: Path) -> set[int]:
+    """Indices of the parts that have a commit marker; resume is the plan minus these."""
+    found = (p.stem.removeprefix("part-") for p in names.commits_dir(folder).glob("part-*.json"))
+    return {int(stem) for stem in found if stem.isdecimal()}
+
+
+class ResponsesTable:
+    """Read access to the committed parts of a responses table, in order. Make one with `open`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: ResponsesIdentity,
+        n_parts: int,
+        n_samples: int,
+        markers: dict[int, dict[str, Any]],
+    ):
+        self.folder = folder
+        self.identity = identity
+        self.n_parts = n_parts
+        self.n_planned = n_samples
+        self._markers = markers
+        self._place: dict[str, tuple[int, int]] | None = None
+        self._last: tuple[int, pa.Table] | None = None
+
+    @classmethod
+    def open(cls, folder: Path, require_complete: bool = True) -> ResponsesTable:
+        """Read `responses.json` and the markers; no part is opened.
+
+        Raises:
+            ResponsesError: no table here, it is damaged, or (`require_complete`) parts are missing or
+                samples are neither stored nor in the ledger.
+            SchemaVersion: written by another version of the format.
+        """
+        folder = Path(folder)
+        identity, n_parts, n_samples = _read_description(folder)
+        markers = {part: _read_marker(folder, part) for part in sorted(committed_parts(folder))}
+        table = cls(folder, identity, n_parts, n_samples, markers)
+        if require_complete:
+            table._require_complete()
+        return table
+
+    def _require_complete(self) -> None:
+        missing = [p for p in range(self.n_parts) if p not in self._markers]
+        if missing:
+            raise ResponsesError(
+                f"{self.folder} has {len(self._markers)} of {self.n_parts} parts (first missing: "
+                f"{names.part_name(missing[0])}); "
+                "run the generate stage again, it goes on where it stopped"
+            )
+        accounted = len(self) + len({row["sample_id"] for row in self.ledger})
+        if accounted != self.n_planned:
+            raise ResponsesError(
+                f"{self.folder} accounts for {accounted} samples ({len(self)} stored, the rest in the ledger), but "
+                f"{self.n_planned} "
+                "were planned; the table is damaged, make it again"
+            )
+
+    def __len__(self) -> int:
+        return sum(m["rows"] for m in self._markers.values())
+
+    def __iter__(self) -> Iterator[Response]:
+        for part in self._markers:
+            yield from map(to_response, self._read(part).to_pylist())
+
+    @property
+    def ledger(self) -> list[PartLedgerRow]:
+        """Samples that were planned and are not stored, with reasons, in order of the parts."""
+        return [row for part, m in self._markers.items() for row in part_rows(m["ledger"], names.part_name(part))]
+
+    def lengths(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Sample ids and token counts (prompt + response) in order, without parsing conversations."""
+        ids: list[str] = []
+        counts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        for part in self._markers:
+            table = self._read(part)
+            ids += table["sample_id"].to_pylist()
+            counts.append(np.diff(list_offsets(table["loss_mask"])))
+        return ids, np.concatenate(counts)
+
+    def select(self, sample_ids: Iterable[str]) -> Iterator[Response]:
+        """The responses of these ids, in their order; cheapest when it follows the table's.
+
+        Raises:
+            ResponsesError: an id is not in the table.
+        """
+        if self._place is None:
+            self._place = self._places()
+        for sample_id in sample_ids:
+            if sample_id not in self._place:
+                raise ResponsesError(f"sample {sample_id!r} is not in {self.folder}, which holds {len(self)} samples")
+            part, row = self._place[sample_id]
+            if self._last is None or self._last[0] != part:
+                self._last = part, self._read(part)
+            yield to_response(self._last[1].slice(row, 1).to_pylist()[0])
+
+    def _places(self) -> dict[str, tuple[int, int]]:
+        places: dict[str, tuple[int, int]] = {}
+        for part in self._markers:
+            for row, sample_id in enumerate(self._read(part)["sample_id"].to_pylist()):
+                if sample_id in places:
+                    raise ResponsesError(
+                        f"sample {sample_id!r} is in parts {places[sample_id][0]} and {part} of {self.folder}; make "
+                        "it again"
+                    )
+                places[sample_id] = part, row
+        return places
+
+    def responses_hash(self) -> str:
+        """SHA-256 over ids, tokens and masks in order: equal tables give equal hashes, however Parquet encodes them."""
+        digest = hashlib.sha256()
+        for part in self._markers:
+            table = self._read(part)
+            prompts, responses, masks = (
+                list_values(table[c], d)
+                for c, d in (("prompt_ids", "<i4"), ("response_ids", "<i4"), ("loss_mask", "u1"))
+            )
+            for sample_id, p, r, m in zip(table["sample_id"].to_pylist(), prompts, responses, masks, strict=True):
+                # Lengths first, so that no two different samples give the same bytes.
+                digest.update(
+                    canonical_json([sample_id, len(p), len(r)]).encode() + p.tobytes() + r.tobytes() + m.tobytes()
+                )
+        return digest.hexdigest()
+
+    def _read(self, part: int) -> pa.Table:
+        marker = self._markers[part]
+        path = names.parts_dir(self.folder) / marker["file"]
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise ResponsesError(f"{path} is missing, though its part is committed; {_remedy(part)}") from error
+        found = sha256_bytes(data)
+        if found != marker["sha256"]:
+            raise ResponsesError(
+                f"{path} is damaged: {len(data)} bytes with SHA-256 {found}, expected {marker['bytes']} bytes with "
+                f"{marker['sha256']}; {_remedy(part)}"
+            )
+        table = pq.read_table(pa.BufferReader(data))
+        if table.schema != SCHEMA or table.num_rows != marker["rows"]:
+            raise ResponsesError(
+                f"{path} has {table.num_rows} rows of schema {table.schema}, expected {marker['rows']} rows of {SCHEMA}"
+            )
+        return table
+
+
+def _remedy(part: int) -> str:
+    return f"remove commits/{names.part_name(part)}.json and run the generate stage again"

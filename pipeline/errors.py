@@ -1,0 +1,17 @@
+"""Errors of describing and driving a run. Each takes one finished message and survives pickling."""
+
+from __future__ import annotations
+
+from cache_schema.errors import DFlashError
+
+
+class PipelineError(DFlashError):
+    """A run could not be driven to its end; the message says which part and what to do."""
+
+
+class RecipeError(PipelineError):
+    """A recipe is not one: a key is unknown or a value is not of the expected kind."""
+
+
+class PoisonShard(PipelineError):
+    """A unit of work failed on every attempt, while the rest of the run was finished."""

@@ -1,0 +1,122 @@
+"""The report of a run: one self-contained HTML page with pictures, and the same numbers as JSON.
+
+`collect_report` reads a run folder into one plain dict; the page, its charts, report.json and the lines
+that the terminal prints are all drawn from that dict and from nothing else, so they cannot disagree.
+The page needs no script and no network. Any stage may be missing; its section then says so. The same
+run folder always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cache_schema.durable import write_atomic
+from pipeline.errors import PipelineError
+from pipeline.report_sections import (
+    Dropped,
+    drafter_numbers,
+    read_cache,
+    read_evaluate,
+    read_responses,
+    read_stages,
+    read_train,
+)
+from pipeline.report_summary import summary_lines
+from pipeline.report_text import FILTERS, clean
+from pipeline.report_values import as_dict, finite, number, read_json
+
+__all__ = ["REPORT_VERSION", "collect_report", "render_report", "summary_lines", "write_report"]
+
+REPORT_VERSION = 1
+
+
+def collect_report(run: Path, recipe: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything the report says, read from a run folder.
+
+    Args:
+        run: the run folder; any stage may be missing or half done.
+        recipe: the resolved recipe; None reads it from `recipe.json` in the run folder.
+
+    Returns:
+        A dict of plain JSON values: `run`, `recipe`, `headline`, `responses`, `cache`, `train`, `evaluate`
+        (each None when that stage has left nothing yet), `stages`, `dropped` and `problems`.
+
+    Raises:
+        PipelineError: the run folder does not exist.
+    """
+    if not run.is_dir():
+        raise PipelineError(f"{run}: no such run folder, so there is nothing to report; run `dflash run RECIPE` first")
+    problems: list[str] = []
+    dropped = Dropped()
+    report: dict[str, Any] = {
+        "report_version": REPORT_VERSION,
+        "run": str(run),
+        "recipe": finite(recipe) if recipe is not None else read_json(run / "recipe.json", problems),
+        "headline": {},
+        "responses": read_responses(run / "responses", dropped, problems),
+        "cache": read_cache(run / "cache", dropped, problems),
+        "train": read_train(run / "train", problems),
+        "evaluate": read_evaluate(run / "evaluate", problems),
+        "stages": read_stages(run, problems),
+        "dropped": dropped.rows(),
+        "problems": problems,
+    }
+    report["headline"] = headline(report)
+    return report
+
+
+def headline(report: dict[str, Any]) -> dict[str, Any]:
+    """The few numbers that a reader wants first; None where the run does not give them yet."""
+    evaluate = as_dict(report["evaluate"])
+    drafters = as_dict(evaluate.get("drafters"))
+    trained, untrained = as_dict(drafters.get("trained")), as_dict(drafters.get("untrained"))
+    speeds = ("tokens_per_s", "plain_tokens_per_s", "speedup", "identical", "prompts")
+    return {
+        "tau": number(trained.get("tau")),
+        "tau_untrained": number(untrained.get("tau")),
+        "block_size": number(evaluate.get("block_size")),
+        **{name: number(trained.get(name)) for name in speeds},
+        "cache_bytes": as_dict(report["cache"]).get("bytes"),
+        "seconds": sum(stage["seconds"] or 0 for stage in report["stages"]),
+        "dropped": sum(row["count"] for row in report["dropped"] if not row["kept"]),
+    }
+
+
+def render_report(report: dict[str, Any]) -> str:
+    """The HTML page of a collected report."""
+    import jinja2
+
+    from pipeline.charts import draw_charts
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=clean,
+    )
+    environment.filters.update(FILTERS)
+    charts = {chart.name: chart for chart in draw_charts(report)}
+    drafters = report["evaluate"]["drafters"] if report["evaluate"] else {}
+    trained = drafters.get("trained") or drafter_numbers({})
+    page = environment.get_template("report.html.j2")
+    return page.render(r=report, h=report["headline"], trained=trained, charts=charts)
+
+
+def write_report(run: Path, recipe: dict[str, Any] | None = None) -> Path:
+    """Write `report.html` and `report.json` into the run folder, each atomically.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        PipelineError: the run folder does not exist.
+    """
+    report = collect_report(run, recipe)
+    page = render_report(report).encode("utf-8", "replace")
+    write_atomic(run / "report.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(run / "report.html", page)
+    return run / "report.html"

@@ -1,0 +1,140 @@
+"""Training checkpoints: atomic folders of safetensors and JSON, hashed, rotated.
+
+A checkpoint is written under a temporary name, synced, and renamed as a whole; `state.json` names the
+SHA-256 of the other files. One that is torn or altered is never picked. No random state is kept, since
+order and anchors are functions of (seed, epoch, sample id) and the drafter has no dropout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from cache_schema.durable import fsync_dir, fsync_tree
+from cache_schema.errors import FingerprintMismatch
+from cache_schema.identity import sha256_bytes, sha256_file
+from cache_schema.names import random_tag
+
+log = logging.getLogger(__name__)
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training is.
+
+    Attributes:
+        step: optimizer steps done.
+        fingerprint: of what is trained on what; a checkpoint of another one is refused.
+        skipped: ids of samples without an eligible anchor, met so far.
+    """
+
+    step: int
+    fingerprint: str
+    skipped: tuple[str, ...] = ()
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """`<folder>/step-000100`."""
+    return folder / f"step-{step:06d}"
+
+
+def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint; returns its folder. An existing one of the same step is left as it is."""
+    final = step_folder(folder, progress.step)
+    if final.exists():
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{final.name}.{random_tag()}"
+    partial.mkdir()
+    try:
+        files = {MODEL: save(_weights(model)), OPTIMIZER: save(_moments(model, optimizer))}
+        for name, data in files.items():
+            (partial / name).write_bytes(data)
+        state = {"step": progress.step, "fingerprint": progress.fingerprint, "skipped": list(progress.skipped),
+                 "sha256": {name: sha256_bytes(data) for name, data in files.items()}}
+        (partial / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        fsync_tree(partial)
+        partial.rename(final)
+        fsync_dir(folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().cpu().contiguous() for name, p in sorted(model.named_parameters())}
+
+
+def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    moments: dict[str, torch.Tensor] = {}
+    for name, parameter in sorted(model.named_parameters()):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            moments[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return moments
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a killed writer left behind."""
+    for stale in folder.glob(".step-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    for old in _folders(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
+
+
+def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] | None:
+    """The newest intact checkpoint, or None.
+
+    Raises:
+        FingerprintMismatch: the newest intact one belongs to another training (other data, drafter or settings).
+    """
+    for candidate in reversed(_folders(folder)):
+        state = _intact_state(candidate)
+        if state is None:
+            log.warning("%s is torn or altered; an older checkpoint is used", candidate)
+            continue
+        if state["fingerprint"] != fingerprint:
+            raise FingerprintMismatch(
+                f"{candidate} belongs to another training (fingerprint {state['fingerprint'][:12]}…, this run has "
+                f"{fingerprint[:12]}…): cache, drafter or training settings changed. Use another run folder, or remove "
+                f"{folder} to train anew"
+            )
+        return candidate, Progress(state["step"], state["fingerprint"], tuple(state["skipped"]))
+    return None
+
+
+def _intact_state(folder: Path) -> dict[str, Any] | None:
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        intact = all(sha256_file(folder / name) == digest for name, digest in state["sha256"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return state if intact and {"step", "fingerprint", "skipped"} <= state.keys() else None
+
+
+def load_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Read a checkpoint's weights into a model of the same shape, in place."""
+    model.load_state_dict(load_file(folder / MODEL))
+
+
+def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint's moments and step counts into an optimizer over `model`'s parameters."""
+    stored = load_file(folder / OPTIMIZER)
+    for name, parameter in model.named_parameters():
+        entries = {key.split("/", 1)[0]: value for key, value in stored.items() if key.split("/", 1)[1] == name}
+        if entries:
+            optimizer.state[parameter] = {
+                key: value if key == "step" else value.to(parameter.device) for key, value in entries.items()
+            }

@@ -1,0 +1,167 @@
+"""The drafter's checkpoint folder, section 5 of the specification: writing and reading it.
+
+`config.json` plus `model.safetensors`: what SGLang and vLLM load as they are. Reading accepts the
+published variants too: an optional `model.` prefix, `block_size` at either place, rotary base under
+`rope_theta` or `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from stages.drafter import Drafter, DrafterSpec
+from stages.errors import StageError
+
+ARCHITECTURE = "DFlashDraftModel"
+
+
+class CheckpointError(StageError):
+    """A drafter folder is not what the specification says. The message names file, key and remedy."""
+
+
+def to_config(spec: DrafterSpec, dtype: str = "bfloat16") -> dict[str, Any]:
+    """`config.json` of a drafter."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "attention_bias": spec.attention_bias,
+        "attention_dropout": 0.0,
+        "block_size": spec.block_size,
+        "bos_token_id": spec.bos_token_id,
+        "dflash_config": {
+            "block_size": spec.block_size,
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.feature_layer_ids),
+            **({} if spec.is_causal else {"is_causal": False}),
+        },
+        "dtype": dtype,
+        "eos_token_id": spec.eos_token_id,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": spec.hidden_size,
+        "initializer_range": spec.initializer_range,
+        "intermediate_size": spec.intermediate_size,
+        "layer_types": list(spec.layer_types) or ["full_attention"] * spec.n_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "max_window_layers": spec.n_layers,
+        "num_attention_heads": spec.n_heads,
+        "num_hidden_layers": spec.n_layers,
+        "num_key_value_heads": spec.n_kv_heads,
+        "num_target_layers": spec.n_target_layers,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_parameters": {"rope_theta": spec.rope_theta, "rope_type": "default"},
+        "rope_scaling": None,
+        "rope_theta": spec.rope_theta,
+        "sliding_window": spec.sliding_window,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "use_cache": True,
+        "use_sliding_window": spec.sliding_window is not None,
+        "vocab_size": spec.vocab_size,
+    }
+
+
+def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
+    """The spec that a `config.json` describes.
+
+    Raises:
+        CheckpointError: not a DFlash drafter, a key is missing, or both block sizes differ.
+    """
+    if config.get("architectures") != [ARCHITECTURE]:
+        raise CheckpointError(f"{where}: architectures is {config.get('architectures')!r}, expected ['{ARCHITECTURE}']")
+    _refuse_other_rotations(config, where)
+    flash = _need(config, "dflash_config", where)
+    inner, outer = flash.get("block_size"), config.get("block_size")
+    if inner is not None and outer is not None and inner != outer:
+        raise CheckpointError(f"{where}: block_size is {outer}, but dflash_config.block_size is {inner}; make them equal")
+    if inner is None and outer is None:
+        raise CheckpointError(f"{where}: no block_size, neither at the top nor in dflash_config")
+    sliding = config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or []) else None
+    return DrafterSpec(
+        hidden_size=_need(config, "hidden_size", where),
+        intermediate_size=_need(config, "intermediate_size", where),
+        n_layers=_need(config, "num_hidden_layers", where),
+        n_heads=_need(config, "num_attention_heads", where),
+        n_kv_heads=_need(config, "num_key_value_heads", where),
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=_need(config, "vocab_size", where),
+        block_size=outer if outer is not None else inner,
+        n_target_layers=_need(config, "num_target_layers", where),
+        feature_layer_ids=tuple(_need(flash, "target_layer_ids", f"{where}: dflash_config")),
+        mask_token_id=_need(flash, "mask_token_id", f"{where}: dflash_config"),
+        rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta") or _need(config, "rope_theta", where)),
+        rms_norm_eps=_need(config, "rms_norm_eps", where),
+        max_position_embeddings=_need(config, "max_position_embeddings", where),
+        attention_bias=bool(config.get("attention_bias", False)),
+        layer_types=tuple(config.get("layer_types") or ()),
+        sliding_window=sliding,
+        is_causal=bool(flash.get("is_causal", True)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_id=config.get("eos_token_id"),
+        initializer_range=float(config.get("initializer_range", 0.02)),
+    )
+
+
+def _need(config: dict[str, Any], key: str, where: str) -> Any:
+    if config.get(key) is None:
+        raise CheckpointError(f"{where}: the key {key!r} is missing")
+    return config[key]
+
+
+def _refuse_other_rotations(config: dict[str, Any], where: str) -> None:
+    kinds = [(config.get(k) or {}).get("rope_type", "default") for k in ("rope_scaling", "rope_parameters")]
+    if any(kind != "default" for kind in kinds) or config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{where}: scaled or partial rotary embeddings are not supported in a drafter; found {kinds}")
+
+
+def tensor_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors: exactly 11·N + 3 (plus biases when the spec has them)."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Drafter(spec).named_parameters()}
+
+
+def save_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` and `model.safetensors` into an existing folder (the caller renames it into place)."""
+    tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in sorted(drafter.named_parameters())}
+    name = str(dtype).removeprefix("torch.")
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    (folder / "config.json").write_text(json.dumps(to_config(drafter.spec, name), indent=2, sort_keys=True) + "\n")
+
+
+def load_drafter(folder: Path) -> Drafter:
+    """Read a drafter folder; weights come in the dtype that the file has.
+
+    Raises:
+        CheckpointError: a file, key or tensor is missing, unexpected, of another shape, or not finite.
+    """
+    config_file, weights_file = folder / "config.json", folder / "model.safetensors"
+    for file in (config_file, weights_file):
+        if not file.is_file():
+            raise CheckpointError(f"{folder}: {file.name} is missing; a drafter folder has config.json and model.safetensors")
+    spec = from_config(json.loads(config_file.read_text()), str(config_file))
+    tensors = {name.removeprefix("model."): t for name, t in load_file(weights_file).items()}
+    check_tensors(spec, tensors, str(weights_file))
+    drafter = Drafter(spec)
+    drafter.load_state_dict(tensors, assign=True)
+    return drafter
+
+
+def check_tensors(spec: DrafterSpec, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Compare names and shapes with what the spec implies.
+
+    Raises:
+        CheckpointError: names each tensor that is missing, unexpected or of another shape.
+    """
+    expected = tensor_shapes(spec)
+    problems = [f"{n} is missing" for n in sorted(expected.keys() - tensors.keys())]
+    problems += [f"{n} is unexpected" for n in sorted(tensors.keys() - expected.keys())]
+    problems += [f"{n} has shape {tuple(tensors[n].shape)}, expected {expected[n]}"
+                 for n in sorted(expected.keys() & tensors.keys()) if tuple(tensors[n].shape) != expected[n]]
+    problems += [f"{n} holds NaN or Inf" for n, t in sorted(tensors.items()) if not bool(torch.isfinite(t).all())]
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(problems[:8])}{' …' if len(problems) > 8 else ''}")

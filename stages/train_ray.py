@@ -1,0 +1,69 @@
+"""The Train entry: the plain training function on a Ray Train (v2) worker group. The only stage module that knows Ray.
+
+A failed group is restarted up to `max_restarts` times and goes on from the newest checkpoint, which is this
+project's own (`stages.checkpoint`); Ray only starts, watches and restarts the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from cache_schema.errors import DFlashError
+from cache_schema.names import random_tag
+from stages.errors import TrainingError
+from stages.train import TrainJob
+
+
+def _rank(settings: dict[str, Any]) -> None:
+    import ray.train
+    from ray.train.torch import get_device
+
+    from stages.train import World, train_rank
+
+    context = ray.train.get_context()
+    device = get_device()
+    world = World(context.get_world_rank(), context.get_world_size(), device)
+    job: TrainJob = settings["job"]
+    try:
+        train_rank(job, world)
+    except DFlashError as error:
+        # Another try would end the same way: leave the words for the driver, and let the group end in order.
+        (job.folder / settings["failure"]).write_text(f"{type(error).__name__}: {error}")
+
+
+def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) -> None:
+    """Train on `job.train.workers` ranks; returns when the final checkpoint is written.
+
+    Args:
+        job: what to train; `folder` must be reachable from every worker.
+        storage: a local folder for Ray Train's own small state.
+        gpus_per_worker: 0 trains on CPUs with gloo.
+
+    Raises:
+        TrainingError: the ranks failed, more often than `max_restarts` allows, or with an error that no retry mends.
+    """
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    job.folder.mkdir(parents=True, exist_ok=True)
+    failure = job.folder / f"failure.{random_tag()}.txt"
+    threads = job.train.threads or 1
+    trainer = TorchTrainer(
+        _rank,
+        train_loop_config={"job": job, "failure": failure.name},
+        scaling_config=ScalingConfig(num_workers=job.train.workers, use_gpu=gpus_per_worker > 0,
+                                     resources_per_worker={"CPU": threads, **({"GPU": gpus_per_worker} if gpus_per_worker else {})}),
+        run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
+                             failure_config=FailureConfig(max_failures=job.train.max_restarts)),
+    )
+    try:
+        trainer.fit()
+    except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
+        raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
+    if failure.exists():
+        message = failure.read_text()
+        failure.unlink()
+        raise TrainingError(message)
