@@ -110,6 +110,8 @@ def write_part(
     ledger: Iterable[Mapping[str, Any]] = (),
     attempt: int = 1,
     seconds: float = 0.0,
+    *,
+    planned: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Write and commit one part; if another attempt has committed it, drop this one's file.
 
@@ -120,6 +122,8 @@ def write_part(
         ledger: rows `sample_id`, `reason`, `detail` for the samples that the part lacks.
         attempt: which try of the pool this is, for the record.
         seconds: how long it took, for the record.
+        planned: ids of the conversations that the part accounts for; None takes those of its rows. One
+            conversation may become several samples, `<id>#turn-2` beside `<id>`.
 
     Returns:
         The commit marker that counts: this attempt's, or the one found.
@@ -130,6 +134,8 @@ def write_part(
     """
     name = names.part_name(part)
     table = to_table(responses, name)
+    rows = part_rows(ledger, name)
+    n_planned = _accounted(name, [*(r.sample_id for r in responses), *(row["sample_id"] for row in rows)], planned)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     data = sink.getvalue().to_pybytes()
@@ -141,7 +147,8 @@ def write_part(
         "bytes": len(data),
         "sha256": sha256_bytes(data),
         "attempt": attempt,
-        "ledger": part_rows(ledger, name),
+        "ledger": rows,
+        "planned": n_planned,
         "seconds": seconds,
     }
     commit = names.commit_file(folder, name)
@@ -158,12 +165,30 @@ def write_part(
     return marker
 
 
+def _accounted(name: str, sample_ids: Sequence[str], planned: Sequence[str] | None) -> int:
+    """How many conversations the part accounts for.
+
+    Raises:
+        ResponsesError: one that was planned has neither a row nor a ledger row.
+    """
+    if planned is None:
+        return len(set(sample_ids))
+    found = {s for sample_id in sample_ids for s in (sample_id, sample_id.rpartition("#turn-")[0])}
+    lost = [s for s in planned if s not in found]
+    if lost:
+        raise ResponsesError(
+            f"{name}: {len(lost)} of {len(planned)} planned samples have neither a row nor a ledger row, the first is "
+            f"{lost[0]!r}; this is a fault of the generate stage, nothing was committed"
+        )
+    return len(planned)
+
+
 def _read_marker(folder: Path, part: int) -> dict[str, Any]:
     path = names.commit_file(folder, names.part_name(part))
     marker = _load_json(
         path, f"{path} is missing: part {part} of the responses table is not there; run the generate stage again"
     )
-    fields = {"part": str, "file": str, "rows": int, "bytes": int, "sha256": str, "ledger": list}
+    fields = {"part": str, "file": str, "rows": int, "bytes": int, "sha256": str, "ledger": list, "planned": int}
     bad = [name for name, kind in fields.items() if not isinstance(marker.get(name), kind)]
     if bad or marker["part"] != names.part_name(part):
         raise ResponsesError(
@@ -222,10 +247,10 @@ class ResponsesTable:
                 f"{names.part_name(missing[0])}); "
                 "run the generate stage again, it goes on where it stopped"
             )
-        accounted = len(self) + len({row["sample_id"] for row in self.ledger})
+        accounted = sum(m["planned"] for m in self._markers.values())
         if accounted != self.n_planned:
             raise ResponsesError(
-                f"{self.folder} accounts for {accounted} samples ({len(self)} stored, the rest in the ledger), but "
+                f"{self.folder} accounts for {accounted} prompts ({len(self)} samples stored, the rest in the ledger), but "
                 f"{self.n_planned} "
                 "were planned; the table is damaged, make it again"
             )

@@ -62,7 +62,7 @@ def supervised_slots(loss_mask: npt.NDArray[np.uint8], anchors: Ints, block_size
 def slot_weights(block_size: int, gamma: float) -> Floats:
     """Loss weights per slot, [B]: `exp(−(k−1)/γ)` for k = 1…B−1 and 0 for the anchor's slot."""
     k = np.arange(block_size, dtype=np.float32)
-    weights = np.exp(-(k - 1) / np.float32(gamma)).astype(np.float32)
+    weights: Floats = np.exp(-(k - 1) / np.float32(gamma)).astype(np.float32)
     weights[0] = 0
     return weights
 

@@ -73,9 +73,11 @@ class GenerateWorker:
         ledger: list[dict[str, str]] = []
         make = self._kept if self.job.generate.mode == "keep" else self._answered
         responses = make(unit.conversations, ledger)
-        marker = write_part(self.job.responses_dir, unit.index, responses, ledger, attempt, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        marker = write_part(self.job.responses_dir, unit.index, responses, ledger, attempt, seconds,
+                            planned=[c.sample_id for c in unit.conversations])
         return {"part": unit.name, "rows": marker["rows"], "dropped": len(marker["ledger"]),
-                "tokens": sum(len(r.response_ids) for r in responses), "seconds": round(time.perf_counter() - started, 3)}
+                "tokens": sum(len(r.response_ids) for r in responses), "seconds": round(seconds, 3)}
 
     def _answered(self, conversations: Sequence[Conversation], ledger: list[dict[str, str]]) -> list[Response]:
         asked: list[tuple[Conversation, Prompt]] = []
@@ -86,17 +88,18 @@ class GenerateWorker:
                 ledger.append(_row(conversation.sample_id, refused.reason, refused.detail))
         answers: dict[str, Answer] = {}
         for batch in _batches([p for _, p in asked], self.job.generate.batch_size):
-            for answer in answer_batch(self.target, batch, self.job.generate, seed=self.job.seed, stop_ids=self.stop_ids):
-                answers[answer.sample_id] = answer
-        made = (self._response(c, p, answers[p.sample_id], ledger) for c, p in asked)
-        return [r for r in made if r is not None]
+            made = answer_batch(self.target, batch, self.job.generate, seed=self.job.seed, stop_ids=self.stop_ids)
+            answers.update((answer.sample_id, answer) for answer in made)
+        responses = (self._response(c, p, answers[p.sample_id], ledger) for c, p in asked)
+        return [r for r in responses if r is not None]
 
     def _prompt_ids(self, conversation: Conversation) -> list[int]:
         ids = render_prompt(self.target.tokenizer, conversation.messages, tools=conversation.tools,
                             template_kwargs=self.job.target.chat_template_kwargs)
         limit = self.job.max_prompt_tokens
         if len(ids) > limit:
-            raise SampleRefused(PROMPT_TOO_LONG, f"{len(ids)} tokens, at most {limit} allowed (prompts.max_prompt_tokens)")
+            detail = f"{len(ids)} tokens, at most {limit} allowed (prompts.max_prompt_tokens)"
+            raise SampleRefused(PROMPT_TOO_LONG, detail)
         return ids
 
     def _response(
@@ -123,7 +126,8 @@ class GenerateWorker:
             except SampleRefused as refused:
                 ledger.append(_row(conversation.sample_id, refused.reason, refused.detail))
                 continue
-            ledger += [_row(conversation.sample_id + t.suffix, TURN_REFUSED, f"{t.reason}: {t.detail}") for t in given.refused]
+            ledger += [_row(conversation.sample_id + t.suffix, TURN_REFUSED, f"{t.reason}: {t.detail}")
+                       for t in given.refused]
             for sample in given.samples:
                 found.append(Response(
                     conversation.sample_id + sample.suffix, [dict(m) for m in conversation.messages],

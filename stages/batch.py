@@ -57,8 +57,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        return Batch(*(t.to(device, non_blocking=True) for t in (
-            self.features_STLD, self.anchors_SA, self.block_ids_SAB, self.labels_SAB, self.supervised_SAB)), self.sample_ids)
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(move(self.features_STLD), move(self.anchors_SA), move(self.block_ids_SAB), move(self.labels_SAB),
+                     move(self.supervised_SAB), self.sample_ids)
 
 
 def make_batch(samples: Sequence[TrainingSample], block_size: int, mask_token_id: int) -> Batch:

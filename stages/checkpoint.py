@@ -47,10 +47,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint; returns its folder. An existing one of the same step is left as it is."""
+    """Write a checkpoint; returns its folder. An intact one of the same step is left as it is."""
     final = step_folder(folder, progress.step)
     if final.exists():
-        return final
+        if _intact_state(final) is not None:
+            return final
+        shutil.rmtree(final)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{final.name}.{random_tag()}"
     partial.mkdir()
@@ -91,7 +93,7 @@ def rotate(folder: Path, keep: int) -> None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"))
+    return sorted(folder.glob("step-*"), key=lambda f: (len(f.name), f.name))
 
 
 def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] | None:
@@ -118,8 +120,8 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] |
 def _intact_state(folder: Path) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
-        intact = all(sha256_file(folder / name) == digest for name, digest in state["sha256"].items())
-    except (OSError, ValueError, KeyError):
+        intact = all(sha256_file(folder / name) == state["sha256"][name] for name in (MODEL, OPTIMIZER))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return state if intact and {"step", "fingerprint", "skipped"} <= state.keys() else None
 
@@ -135,6 +137,5 @@ def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
     for name, parameter in model.named_parameters():
         entries = {key.split("/", 1)[0]: value for key, value in stored.items() if key.split("/", 1)[1] == name}
         if entries:
-            optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in entries.items()
-            }
+            # The step count too: the fused kernel wants it where the parameter is.
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in entries.items()}

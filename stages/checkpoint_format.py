@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from stages.config import ConfigError
 from stages.drafter import Drafter, DrafterSpec
 from stages.errors import StageError
 
@@ -72,12 +74,12 @@ def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         CheckpointError: not a DFlash drafter, a key is missing, or both block sizes differ.
     """
     if config.get("architectures") != [ARCHITECTURE]:
-        raise CheckpointError(f"{where}: architectures is {config.get('architectures')!r}, expected ['{ARCHITECTURE}']")
+        raise CheckpointError(f"{where}: architectures is {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
     _refuse_other_rotations(config, where)
     flash = _need(config, "dflash_config", where)
     inner, outer = flash.get("block_size"), config.get("block_size")
     if inner is not None and outer is not None and inner != outer:
-        raise CheckpointError(f"{where}: block_size is {outer}, but dflash_config.block_size is {inner}; make them equal")
+        raise CheckpointError(f"{where}: block_size is {outer}, dflash_config.block_size is {inner}; make them equal")
     if inner is None and outer is None:
         raise CheckpointError(f"{where}: no block_size, neither at the top nor in dflash_config")
     sliding = config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or []) else None
@@ -116,7 +118,10 @@ def _need(config: dict[str, Any], key: str, where: str) -> Any:
 def _refuse_other_rotations(config: dict[str, Any], where: str) -> None:
     kinds = [(config.get(k) or {}).get("rope_type", "default") for k in ("rope_scaling", "rope_parameters")]
     if any(kind != "default" for kind in kinds) or config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"{where}: scaled or partial rotary embeddings are not supported in a drafter; found {kinds}")
+        raise CheckpointError(
+            f"{where}: a drafter has plain rotary embeddings; found rope types {kinds} and "
+            f"partial_rotary_factor {config.get('partial_rotary_factor', 1.0)}"
+        )
 
 
 def tensor_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
@@ -142,9 +147,13 @@ def load_drafter(folder: Path) -> Drafter:
     config_file, weights_file = folder / "config.json", folder / "model.safetensors"
     for file in (config_file, weights_file):
         if not file.is_file():
-            raise CheckpointError(f"{folder}: {file.name} is missing; a drafter folder has config.json and model.safetensors")
-    spec = from_config(json.loads(config_file.read_text()), str(config_file))
-    tensors = {name.removeprefix("model."): t for name, t in load_file(weights_file).items()}
+            raise CheckpointError(f"{folder}: {file.name} is missing; a drafter has config.json and model.safetensors")
+    try:
+        spec = from_config(json.loads(config_file.read_text()), str(config_file))
+        stored = load_file(weights_file)
+    except (ValueError, SafetensorError, ConfigError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}; export or fetch it again") from error
+    tensors = {name.removeprefix("model."): t for name, t in stored.items()}
     check_tensors(spec, tensors, str(weights_file))
     drafter = Drafter(spec)
     drafter.load_state_dict(tensors, assign=True)
@@ -165,3 +174,12 @@ def check_tensors(spec: DrafterSpec, tensors: dict[str, torch.Tensor], where: st
     problems += [f"{n} holds NaN or Inf" for n, t in sorted(tensors.items()) if not bool(torch.isfinite(t).all())]
     if problems:
         raise CheckpointError(f"{where}: {'; '.join(problems[:8])}{' …' if len(problems) > 8 else ''}")
+
+
+def check_folder(folder: Path) -> DrafterSpec:
+    """Read a drafter folder completely; returns its spec.
+
+    Raises:
+        CheckpointError: as `load_drafter`.
+    """
+    return load_drafter(folder).spec

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from cache_schema.errors import DFlashError
@@ -94,7 +95,8 @@ class SourceConfig:
     """At most this many rows, from the front."""
 
     def __post_init__(self) -> None:
-        _require(self.limit is None or self.limit > 0, "prompts.sources.limit", self.limit, "it must be above 0 or absent")
+        ok = self.limit is None or self.limit > 0
+        _require(ok, "prompts.sources.limit", self.limit, "it must be above 0 or absent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +165,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require(self.n_layers > 0, "cache.n_layers", self.n_layers, "it must be above 0")
         ids = self.layer_ids
-        rising = ids is None or (all(a < b for a, b in zip(ids, ids[1:], strict=False)) and len(ids) > 0 and ids[0] >= 0)
-        _require(rising, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
+        ok = ids is None or (len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)))
+        _require(ok, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
         _require(self.max_length >= 3, "cache.max_length", self.max_length, "it must be at least 3")
         _require(self.shard_bytes > 0, "cache.shard_bytes", self.shard_bytes, "it must be above 0")
 
@@ -201,7 +203,8 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         _require(self.n_layers > 0, "drafter.n_layers", self.n_layers, "it must be above 0")
-        _require(self.block_size >= 2, "drafter.block_size", self.block_size, "a block is an anchor and at least one draft")
+        rule = "a block is an anchor and at least one draft"
+        _require(self.block_size >= 2, "drafter.block_size", self.block_size, rule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ restarts sees the same steps. A step is a list of sample ids; rank r of W takes 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,11 +86,16 @@ class SampleReader:
     def __init__(self, cache: FeatureCache, config: TrainConfig, seed: int) -> None:
         self.cache, self.config, self.seed = cache, config, seed
         self.skipped: set[str] = set()
+        # The prefetching thread and the look at the held-out samples read at the same time, and the cache's list
+        # of open shards is not made for that.
+        self._lock = threading.Lock()
 
     def read(self, sample_id: str, epoch: int) -> TrainingSample | None:
         """The sample with this epoch's anchors, or None when it has no eligible one."""
-        cached = self.cache.read(sample_id)
-        anchors = sample_anchors(cached.loss_mask, self.config.anchors, seed=self.seed, epoch=epoch, sample_id=sample_id)
+        with self._lock:
+            cached = self.cache.read(sample_id)
+        n, mask = self.config.anchors, cached.loss_mask
+        anchors = sample_anchors(mask, n, seed=self.seed, epoch=epoch, sample_id=sample_id)
         if len(anchors) == 0:
             self.skipped.add(sample_id)
             return None

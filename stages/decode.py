@@ -58,7 +58,7 @@ class TargetSession:
     def __init__(self, target: Target, layer_ids: tuple[int, ...] = ()) -> None:
         self.target = target
         self.tap = FeatureTap(target, layer_ids) if layer_ids else None
-        self.cache = DynamicCache(config=target.text_config)
+        self.cache = _croppable_cache(target)
         parameters = inspect.signature(target.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -83,6 +83,13 @@ class TargetSession:
             self.cache.crop(-n)
 
 
+def _croppable_cache(target: Target) -> DynamicCache:
+    """A cache that can forget rejected drafts. One that is made for sliding-window layers drops old keys and then
+    cannot be cropped; without the config it keeps them all, and the model's mask still applies the window."""
+    cache = DynamicCache(config=target.text_config)
+    return DynamicCache() if any(cache.is_sliding) else cache
+
+
 class DraftSession:
     """The drafter with keys and values of the injected context, for one sequence."""
 
@@ -96,9 +103,9 @@ class DraftSession:
         """Add verified positions to the context."""
         dtype = self.drafter.fc.weight.dtype
         new = self.drafter.context_kv(self.drafter.context(features_TLD[None].to(dtype)), start=self.n_context)
-        self.kv = new if not self.kv else [
-            (torch.cat([k, nk], dim=2), torch.cat([v, nv], dim=2)) for (k, v), (nk, nv) in zip(self.kv, new, strict=True)
-        ]
+        old = self.kv or [(k[:, :, :0], v[:, :, :0]) for k, v in new]
+        self.kv = [(torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2))
+                   for (k, v), (more_k, more_v) in zip(old, new, strict=True)]
         self.n_context += features_TLD.shape[0]
 
     def draft(self, anchor: int, block_size: int) -> list[int]:

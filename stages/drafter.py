@@ -21,6 +21,8 @@ from torch import nn
 from stages.attention import attend, block_positions, visible_mask
 from stages.config import ConfigError, DrafterConfig
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSpec:
@@ -53,11 +55,16 @@ class DrafterSpec:
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"drafter: {self.n_heads} heads cannot share {self.n_kv_heads} key/value heads; one must divide the other")
+            raise ConfigError(
+                f"drafter: {self.n_heads} heads cannot share {self.n_kv_heads} key/value heads; make n_heads a multiple"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"drafter: head_dim is {self.head_dim}, but rotary embeddings need an even width")
         if self.layer_types and len(self.layer_types) != self.n_layers:
             raise ConfigError(f"drafter: {len(self.layer_types)} layer_types for {self.n_layers} layers")
+        unknown = set(self.layer_types) - set(LAYER_TYPES)
+        if unknown:
+            raise ConfigError(f"drafter: layer_types has {sorted(unknown)}; known are {list(LAYER_TYPES)}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ConfigError("drafter: a sliding_attention layer needs sliding_window")
 
@@ -80,12 +87,13 @@ def spec_for_target(
     """
     text = target_config.get_text_config()
     heads = config.n_heads or text.num_attention_heads
+    shared = heads if config.n_heads else getattr(text, "num_key_value_heads", None) or heads
     return DrafterSpec(
         hidden_size=text.hidden_size,
         intermediate_size=config.intermediate_size or text.intermediate_size,
         n_layers=config.n_layers,
         n_heads=heads,
-        n_kv_heads=config.n_kv_heads or (getattr(text, "num_key_value_heads", None) or heads if config.n_heads is None else heads),
+        n_kv_heads=config.n_kv_heads or shared,
         head_dim=config.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=text.vocab_size,
         block_size=config.block_size,
@@ -151,9 +159,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+        heads: torch.Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+        return heads
 
-    def keys_values(self, x_SPD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(
+        self, x_SPD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed, rotated) and values [S, G, P, E] of states [S, P, D], context and block alike."""
         keys = rotate(self.k_norm(self._heads(self.k_proj(x_SPD))), cos, sin)
         return keys, self._heads(self.v_proj(x_SPD))
@@ -246,7 +257,9 @@ class Drafter(nn.Module):
     def _typed_layers(self) -> list[DrafterLayer]:
         return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
 
-    def forward(self, features_STLD: torch.Tensor, embedded_SABD: torch.Tensor, anchors_SA: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, features_STLD: torch.Tensor, embedded_SABD: torch.Tensor, anchors_SA: torch.Tensor
+    ) -> torch.Tensor:
         """States after the final norm for every slot of every block (the training pass).
 
         Args:
@@ -269,11 +282,12 @@ class Drafter(nn.Module):
         positions_SQ = block_positions(anchors_SA, block_size)
         cos, sin = rotary(positions_SQ, self.spec.head_dim, self.spec.rope_theta)
         masks: dict[int | None, torch.Tensor] = {}
+        causal = self.spec.is_causal
         h = embedded_SABD.flatten(1, 2)
         for i, layer in enumerate(self._typed_layers()):
             window = self.spec.window(i)
             if window not in masks:
-                masks[window] = visible_mask(anchors_SA, block_size, n_context, window=window, causal=self.spec.is_causal)
+                masks[window] = visible_mask(anchors_SA, block_size, n_context, window=window, causal=causal)
             h = layer(h, cos, sin, context[i], masks[window])
         out: torch.Tensor = self.norm(h).unflatten(1, (n_blocks, block_size))
         return out

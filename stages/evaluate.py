@@ -87,7 +87,8 @@ def _share(rows: Sequence[Mapping[str, Any]], part: str) -> float:
 def record(target: Target, prompt: EvalPrompt, plain: Decoded, speculative: Decoded) -> dict[str, Any]:
     """One prompt's row: acceptance lengths, times, and where the outputs differ (None: nowhere)."""
     return {
-        "sample_id": prompt.sample_id, "category": prompt.category, "tau": speculative.tau, "cycles": speculative.cycles,
+        "sample_id": prompt.sample_id, "category": prompt.category,
+        "tau": speculative.tau, "cycles": speculative.cycles,
         "tokens": len(speculative.ids), "plain_tokens": len(plain.ids),
         "speculative_s": speculative.decode_s, "plain_s": plain.decode_s,
         "draft_s": speculative.draft_s, "verify_s": speculative.verify_s,
@@ -101,8 +102,10 @@ def first_difference(sample_id: str, plain: list[int], speculative: list[int]) -
     """Where two outputs part, or None when they are equal."""
     if plain == speculative:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), min(len(plain), len(speculative)))
-    return {"sample_id": sample_id, "position": at, "plain": plain[at : at + 4], "speculative": speculative[at : at + 4]}
+    shorter = min(len(plain), len(speculative))
+    at = next((i for i in range(shorter) if plain[i] != speculative[i]), shorter)
+    after = slice(at, at + 4)
+    return {"sample_id": sample_id, "position": at, "plain": plain[after], "speculative": speculative[after]}
 
 
 def _pieces(target: Target, decoded: Decoded) -> list[dict[str, Any]]:
@@ -113,7 +116,8 @@ def _pieces(target: Target, decoded: Decoded) -> list[dict[str, Any]]:
     for length in [1, *decoded.cycles]:
         part = decoded.ids[start : start + length]
         if part:
-            pieces.append({"text": target.tokenizer.decode(part, skip_special_tokens=False), "accepted": len(part) - 1, "length": length})
+            text = target.tokenizer.decode(part, skip_special_tokens=False)
+            pieces.append({"text": text, "accepted": len(part) - 1, "length": length})
         start += length
     return pieces
 
@@ -126,7 +130,8 @@ def warm_up(target: Target, drafters: Mapping[str, Drafter], prompt: EvalPrompt,
 
 
 def evaluate_prompt(
-    target: Target, drafters: Mapping[str, Drafter], prompt: EvalPrompt, *, max_new_tokens: int, stop_ids: frozenset[int]
+    target: Target, drafters: Mapping[str, Drafter], prompt: EvalPrompt, *,
+    max_new_tokens: int, stop_ids: frozenset[int],
 ) -> dict[str, dict[str, Any]]:
     """Decode one prompt plainly and with each drafter, in turn; returns a row per drafter (see `record`).
 
@@ -138,5 +143,8 @@ def evaluate_prompt(
         stop_ids: that end a response.
     """
     plain = decode_plain(target, prompt.ids, max_new_tokens, stop_ids)
-    return {name: record(target, prompt, plain, decode_speculative(target, drafter, prompt.ids, max_new_tokens, stop_ids))
-            for name, drafter in drafters.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, drafter in drafters.items():
+        speculative = decode_speculative(target, drafter, prompt.ids, max_new_tokens, stop_ids)
+        rows[name] = record(target, prompt, plain, speculative)
+    return rows

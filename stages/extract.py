@@ -80,7 +80,8 @@ class ExtractWorker:
             for response in responses:
                 if response.sample_id in by_id:
                     features, last_hidden, kept = by_id.pop(response.sample_id)
-                    writer.append(response.sample_id, features, response.input_ids[:kept], response.loss_mask[:kept], last_hidden)
+                    ids, mask = response.input_ids[:kept], response.loss_mask[:kept]
+                    writer.append(response.sample_id, features, ids, mask, last_hidden)
             marker = writer.commit()
         dropped = [row for row in marker.ledger if row["reason"] == "non_finite"]
         return {"shard": unit.name, "samples": marker.samples, "tokens": marker.tokens, "bytes": marker.bytes,
@@ -95,7 +96,8 @@ class ExtractWorker:
         for response in responses:
             n_tokens = len(response.loss_mask)
             if not response.loss_mask[:limit].any():
-                writer.drop(response.sample_id, TOO_SHORT, f"no supervised token within the first {limit} of {n_tokens}")
+                detail = f"no supervised token within the first {limit} of {n_tokens}"
+                writer.drop(response.sample_id, TOO_SHORT, detail)
                 continue
             if n_tokens > limit:
                 writer.note(response.sample_id, SHORTENED, f"from {n_tokens} to {limit} tokens (cache.max_length)")

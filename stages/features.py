@@ -38,8 +38,8 @@ class FeatureTap:
     @contextmanager
     def attached(self, *, stop_after_last: bool = False) -> Iterator[FeatureTap]:
         """Hooks in place within the block; with `stop_after_last` the pass ends at the last chosen layer."""
-        handles = [self.target.layers[i].register_forward_hook(self._hook(i, stop_after_last and i == self.layer_ids[-1]))
-                   for i in self.layer_ids]
+        last = self.layer_ids[-1] if stop_after_last else None
+        handles = [self.target.layers[i].register_forward_hook(self._hook(i, i == last)) for i in self.layer_ids]
         try:
             yield self
         except _LastLayerReached:

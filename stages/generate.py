@@ -70,10 +70,12 @@ def answer_batch(
         chosen = _choose(logits_SV, [samplers[i] for i in alive], config)
         for i, token in zip(alive, chosen, strict=True):
             answers[i].append(token)
-        keep = [row for row, i in enumerate(alive) if answers[i][-1] not in stop_ids and len(answers[i]) < config.max_new_tokens]
+        keep = [row for row, i in enumerate(alive)
+                if answers[i][-1] not in stop_ids and len(answers[i]) < config.max_new_tokens]
         batch.advance([chosen[row] for row in keep], keep)
         alive = [alive[row] for row in keep]
-    return [Answer(p.sample_id, ids, "stop" if ids[-1] in stop_ids else "length") for p, ids in zip(prompts, answers, strict=True)]
+    return [Answer(p.sample_id, ids, "stop" if ids[-1] in stop_ids else "length")
+            for p, ids in zip(prompts, answers, strict=True)]
 
 
 class _Batch:

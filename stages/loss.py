@@ -23,7 +23,7 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
     """See `head_cross_entropy`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = max(1, CHUNK_BYTES.get(hidden_RD.device.type, CHUNK_BYTES["cuda"]) // (4 * head_VD.shape[0]))
@@ -47,8 +47,10 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
         return loss, predictions_R
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_loss: torch.Tensor, _grad_predictions: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_loss: torch.Tensor, _grad_predictions: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         (grad_RD,) = ctx.saved_tensors
         return grad_RD * grad_loss.to(grad_RD.dtype), None, None, None
 
@@ -67,5 +69,7 @@ def head_cross_entropy(
     Returns:
         The scalar `Σ w · CE` (float32, not normalised) and the argmax ids [R].
     """
-    loss, predictions_R = FrozenHeadCrossEntropy.apply(hidden_RD, head_VD, labels_R, weights_R)
-    return loss, predictions_R
+    out: tuple[torch.Tensor, torch.Tensor] = FrozenHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_RD, head_VD, labels_R, weights_R
+    )
+    return out

@@ -39,7 +39,8 @@ class Outcome:
 
 
 def run_objective(
-    drafter: Drafter, embed: torch.nn.Module, head_VD: torch.Tensor, batch: Batch, weights_B: torch.Tensor, *, bf16: bool
+    drafter: Drafter, embed: torch.nn.Module, head_VD: torch.Tensor, batch: Batch, weights_B: torch.Tensor, *,
+    bf16: bool,
 ) -> Outcome:
     """Forward pass and loss; only slots with a label reach the head.
 

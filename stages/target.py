@@ -11,15 +11,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from cache_schema.identity import canonical_json, sha256_bytes, sha256_file
-from stages.config import TargetConfig
+from stages.config import ConfigError, TargetConfig
 from stages.errors import TargetError
-from stages.layers import feature_layer_ids
+from stages.layers import check_layer_ids, feature_layer_ids
 from stages.smollm2 import PACKAGE as SMOLLM2_PACKAGE
 from stages.smollm2 import ensure_smollm2
 
@@ -51,11 +51,10 @@ class TargetShape:
         """
         if explicit is None:
             return feature_layer_ids(self.n_layers, n)
-        if any(b <= a for a, b in zip(explicit, explicit[1:], strict=False)) or explicit[0] < 0 or explicit[-1] >= self.n_layers:
-            raise TargetError(
-                f"cache.layer_ids is {list(explicit)}, but the target has layers 0…{self.n_layers - 1}; "
-                "give strictly increasing ids inside that range, or leave layer_ids out"
-            )
+        try:
+            check_layer_ids(explicit, self.n_layers)
+        except ConfigError as error:
+            raise TargetError(str(error)) from error
         return explicit
 
 
@@ -73,8 +72,8 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.config: Any = model.config
-        self.text_config: Any = self.config.get_text_config()
+        self.config = cast(Any, model.config)
+        self.text_config = self.config.get_text_config()
         self.shape = shape_of(self.config)
         self.layers = find_decoder_layers(model, self.shape.n_layers, name)
         self.decoder: nn.Module = _owner_of(model, self.layers)
@@ -122,7 +121,14 @@ def load_tokenizer(config: TargetConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _loading(config, AutoTokenizer.from_pretrained)
+    tokenizer = _loading(config, AutoTokenizer.from_pretrained)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of the architecture's class when the folder has a config.json only.
+        raise TargetError(
+            f"target {config.model!r} has no tokenizer: what was found knows only {tokenizer.all_special_tokens}; "
+            "put tokenizer.json and tokenizer_config.json beside its config.json"
+        )
+    return tokenizer
 
 
 def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dtype: str | None = None,
@@ -150,8 +156,9 @@ def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dty
     missing = sorted(info["missing_keys"])
     if missing:
         raise TargetError(
-            f"target {config.model}: the checkpoint lacks {len(missing)} weights that the model needs ({', '.join(missing[:4])}…); "
-            "they would be random. A tied head needs tie_word_embeddings: true in config.json"
+            f"target {config.model}: the checkpoint lacks {len(missing)} weights that the model needs "
+            f"({', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}); they would be random. A tied head needs "
+            "tie_word_embeddings: true in config.json"
         )
     return Target(model.to(device), load_tokenizer(config) if tokenizer else None, config.model)
 
@@ -299,7 +306,8 @@ def local_folder(config: TargetConfig) -> Path:
     from huggingface_hub import snapshot_download
 
     def load(name: str, revision: str | None, **_: Any) -> str:
-        return snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"])
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.model"]
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
 
     return Path(_loading(config, load))
 

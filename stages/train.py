@@ -25,7 +25,7 @@ from cache_schema.identity import CacheIdentity
 from cache_schema.reader import FeatureCache
 from stages import checkpoint
 from stages.anchors import default_gamma, slot_weights
-from stages.batch import TrainingSample, make_batch
+from stages.batch import Batch, TrainingSample, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
 from stages.dataset import SampleReader, Step, StepPlan, prefetch
 from stages.device import use_threads
@@ -116,7 +116,7 @@ class Trainer:
     """One rank of a training run.
 
     Args:
-        drafter: float32, on the world's device; already holds the initial weights.
+        drafter: float32, on the world's device; already holds the initial weights, the same on every rank.
         ends: the target's embedding and head, on the same device.
         plan, reader: the data.
         config: settings.
@@ -127,8 +127,9 @@ class Trainer:
     """
 
     def __init__(
-        self, drafter: Drafter, ends: FrozenEnds, plan: StepPlan, reader: SampleReader, config: TrainConfig, folder: Path,
-        fingerprint: str, world: World | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
+        self, drafter: Drafter, ends: FrozenEnds, plan: StepPlan, reader: SampleReader, config: TrainConfig,
+        folder: Path, fingerprint: str, world: World | None = None,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.drafter, self.ends, self.plan, self.reader = drafter, ends, plan, reader
         self.config, self.folder, self.fingerprint = config, folder, fingerprint
@@ -136,12 +137,9 @@ class Trainer:
         self.on_step = on_step
         size = drafter.spec.block_size
         self.weights_B = torch.from_numpy(slot_weights(size, config.gamma or default_gamma(size))).to(self.world.device)
-        self.optimizer = torch.optim.AdamW(
-            drafter.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
-        )
-        self.model: nn.Module = drafter
-        if self.world.size > 1:
-            self.model = nn.parallel.DistributedDataParallel(drafter)
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        parameters = drafter.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=betas, weight_decay=decay, fused=True)
         self.window = _Window(size)
         self.started = time.perf_counter()
 
@@ -160,7 +158,8 @@ class Trainer:
         done = self._resume()
         if done == 0 and self._is_chief():
             self._look_at_heldout(0)
-        steps = prefetch(self.plan, self.reader, start=done, stop=self.plan.n_steps, rank=self.world.rank, world=self.world.size)
+        rank, world = self.world.rank, self.world.size
+        steps = prefetch(self.plan, self.reader, start=done, stop=self.plan.n_steps, rank=rank, world=world)
         for step, samples, waited_s in _timed(steps):
             self._train_step(step, samples, waited_s)
             self._after_step(step)
@@ -188,29 +187,34 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             outcome = self._forward(batch)
-            # DDP averages gradients over ranks; the loss is a global sum over a global weight.
-            (outcome.loss_sum * (self.world.size / total_weight)).backward()
+            (outcome.loss_sum / total_weight).backward()
             loss_sum += outcome.loss_sum.detach().double()
             self.window.add(outcome)
-        self._synchronize_idle(batches)
+        self._sum_gradients()
         norm = self._apply(step, rate)
         loss = float(self.world.total(loss_sum)) / total_weight
         self.window.close_step(loss, rate, norm, waited_s, sum(len(s.input_ids) for s in samples))
 
-    def _forward(self, batch: Any) -> Outcome:
-        return run_objective(self.model, self.ends.embed, self.ends.head_VD, batch, self.weights_B, bf16=self.config.bf16)
+    def _forward(self, batch: Batch) -> Outcome:
+        ends = self.ends
+        return run_objective(self.drafter, ends.embed, ends.head_VD, batch, self.weights_B, bf16=self.config.bf16)
 
-    def _synchronize_idle(self, batches: list[Any]) -> None:
-        # A rank without samples in the last, smaller step of an epoch must still join the gradient reduction.
-        if self.world.size > 1 and not batches:
-            sum((p.sum() * 0.0 for p in self.model.parameters()), torch.zeros((), device=self.world.device)).backward()
+    def _sum_gradients(self) -> None:
+        # Once per step and not per backward pass, as DistributedDataParallel does it: ranks may have different
+        # numbers of micro-batches, or none in the last, smaller step of an epoch.
+        if self.world.size > 1:
+            for parameter in self.drafter.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.world.total(parameter.grad)
 
     def _apply(self, step: Step, rate: float) -> float:
         norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip))
         if not math.isfinite(norm):
             raise TrainingError(
-                f"step {step.index + 1} (epoch {step.epoch}): the gradient norm is {norm}; the samples of this step are "
-                f"{', '.join(step.sample_ids)}. Nothing was updated; look at them with `dflash cache show`, or lower train.lr"
+                f"step {step.index + 1} (epoch {step.epoch}): the gradient norm is {norm}; the samples of this step "
+                f"are {', '.join(step.sample_ids)}. Nothing was updated; look at them with `dflash cache show`, or "
+                "lower train.lr"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -238,8 +242,7 @@ class Trainer:
         samples = [s for s in (self.reader.read(i, 0) for i in self.plan.heldout) if s is not None]
         batches = [make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
                    for i in range(0, len(samples), HELDOUT_BATCH)]
-        outcomes = [run_objective(self.drafter, self.ends.embed, self.ends.head_VD, b, self.weights_B, bf16=self.config.bf16)
-                    for b in batches]
+        outcomes = [self._forward(b) for b in batches]
         if not outcomes:
             return
         tau, n = heldout_tau(outcomes, batches)
@@ -285,8 +288,8 @@ class _Window:
 
     def summary(self, world: World, done: int, epoch: int, skipped: int) -> dict[str, Any]:
         """One row of `metrics.jsonl`; joins the counts of all ranks and starts a new window."""
-        packed = torch.cat([self.correct, self.seen, torch.tensor([float(self.tokens)], dtype=torch.float64)]).to(world.device)
-        packed = world.total(packed).cpu()
+        tokens = torch.tensor([float(self.tokens)], dtype=torch.float64)
+        packed = world.total(torch.cat([self.correct, self.seen, tokens]).to(world.device)).cpu()
         n = self.block_size - 1
         elapsed, steps = time.perf_counter() - self.opened, max(1, self.steps)
         row = {"kind": "step", "step": done, "epoch": epoch, "loss": self.loss / steps, "lr": self.rate,

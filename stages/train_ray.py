@@ -50,12 +50,14 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) ->
 
     job.folder.mkdir(parents=True, exist_ok=True)
     failure = job.folder / f"failure.{random_tag()}.txt"
-    threads = job.train.threads or 1
+    resources: dict[str, float] = {"CPU": job.train.threads or 1}
+    if gpus_per_worker:
+        resources["GPU"] = gpus_per_worker
     trainer = TorchTrainer(
         _rank,
         train_loop_config={"job": job, "failure": failure.name},
         scaling_config=ScalingConfig(num_workers=job.train.workers, use_gpu=gpus_per_worker > 0,
-                                     resources_per_worker={"CPU": threads, **({"GPU": gpus_per_worker} if gpus_per_worker else {})}),
+                                     resources_per_worker=resources),
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),
     )

@@ -127,7 +127,7 @@ def test_incomplete_table_is_refused_unless_asked_for(tmp_path: Path) -> None:
         ResponsesTable.open(tmp_path)
     assert [r.sample_id for r in ResponsesTable.open(tmp_path, require_complete=False)] == ["s2"]
     write_part(tmp_path, 0, [])
-    with pytest.raises(ResponsesError, match="accounts for 1 samples"):
+    with pytest.raises(ResponsesError, match="accounts for 1 prompts"):
         ResponsesTable.open(tmp_path)
 
 

@@ -1,0 +1,194 @@
+"""The `dflash` command. Heavy imports are inside commands, so that `dflash --help` is instant.
+
+Data goes to stdout, progress and words to stderr. Exit codes: 0 done, 1 bad data or a failed run, 2 a wrong
+call or recipe.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cache_schema.errors import DFlashError
+
+RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
+SetOption = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting: train.lr=3e-4.")
+JsonOption = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+CacheArgument = click.argument("cache", type=click.Path(file_okay=False, path_type=Path))
+
+
+def say(line: str) -> None:
+    """A plain line for the user, on stderr."""
+    click.echo(line, err=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dflash")
+def dflash() -> None:
+    """Train a DFlash drafter for your model: generate, extract, train, evaluate, export."""
+
+
+def _stage_command(name: str, text: str) -> None:
+    @dflash.command(name, help=f"{text}\n\nGoes on where it stopped; does nothing when it is done.")
+    @RecipeArgument
+    @SetOption
+    def command(recipe: Path, overrides: tuple[str, ...]) -> None:
+        from pipeline.jobs import run_stages
+
+        run_stages(recipe, overrides, [name], say)
+
+
+for _name, _text in (
+    ("generate", "Let the target answer the prompts of RECIPE."),
+    ("extract", "Store the target's hidden states of all answers in the feature cache."),
+    ("train", "Train the drafter from the feature cache."),
+    ("evaluate", "Decode held-out prompts speculatively and compare with plain decoding."),
+    ("export", "Write the checkpoint that SGLang and vLLM load."),
+):
+    _stage_command(_name, _text)
+
+
+@dflash.command("run")
+@RecipeArgument
+@SetOption
+def run_command(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """All stages of RECIPE, one after the other, then the report.
+
+    Goes on where it stopped.
+    """
+    from pipeline.jobs import run_stages
+    from pipeline.recipe import STAGES
+
+    run = run_stages(recipe, overrides, list(STAGES), say)
+    _write_report(run.recipe)
+
+
+@dflash.command("report")
+@RecipeArgument
+@SetOption
+def report_command(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Draw the report of a run, whatever of it is done."""
+    from pipeline.recipe import load_recipe
+
+    _write_report(load_recipe(recipe, overrides))
+
+
+def _write_report(recipe: Any) -> None:
+    from pipeline.report import collect_report, write_report
+    from pipeline.report_summary import summary_lines
+
+    write_report(recipe.run, recipe.to_json())
+    click.echo("\n".join(summary_lines(collect_report(recipe.run, recipe.to_json()))))
+
+
+@dflash.command("plan")
+@RecipeArgument
+@SetOption
+@click.option("--samples", "n_samples", type=click.IntRange(min=1), help="Samples to plan for, when they cannot be counted.")
+@click.option("--mean-tokens", type=click.FloatRange(min=1), help="Mean tokens of a sample, prompt and response.")
+@JsonOption
+def plan_command(
+    recipe: Path, overrides: tuple[str, ...], n_samples: int | None, mean_tokens: float | None, as_json: bool
+) -> None:
+    """What RECIPE will cost, before any GPU is used: layers, MASK id, bytes, shards, parameters, FLOPs."""
+    from pipeline.recipe import load_recipe
+    from pipeline.sizing import plan_run, render_plan
+
+    plan = plan_run(load_recipe(recipe, overrides), n_samples, mean_tokens)
+    click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
+
+
+@dflash.group("cache")
+def cache_group() -> None:
+    """Look into a feature cache. CACHE is its folder, `<run>/cache`."""
+
+
+@cache_group.command("ls")
+@CacheArgument
+@JsonOption
+def cache_ls(cache: Path, as_json: bool) -> None:
+    """The shards of CACHE: state, samples, tokens, bytes, ledger rows."""
+    from pipeline.cache_view import shards_table
+    from cache_schema.verify import describe_cache, list_shards
+
+    shards = list_shards(cache)
+    _out({"cache": describe_cache(cache), "shards": shards} if as_json else shards_table(describe_cache(cache), shards))
+
+
+@cache_group.command("show")
+@CacheArgument
+@click.argument("shard")
+@click.argument("sample", required=False)
+@JsonOption
+def cache_show(cache: Path, shard: str, sample: str | None, as_json: bool) -> None:
+    """One SHARD of CACHE, or one SAMPLE in it: ids, loss mask, norms per layer."""
+    from pipeline.cache_view import sample_table, sample_view, shard_table
+    from cache_schema.verify import describe_shard
+
+    if sample is None:
+        described = describe_shard(cache, shard)
+        _out(described if as_json else shard_table(described))
+    else:
+        view = sample_view(cache, shard, sample)
+        _out(view if as_json else sample_table(view))
+
+
+@cache_group.command("verify")
+@CacheArgument
+@click.option("--responses", type=click.Path(file_okay=False, path_type=Path),
+              help="Responses table to compare ids and masks with; default: the one beside CACHE, if there is one.")
+@JsonOption
+def cache_verify(cache: Path, responses: Path | None, as_json: bool) -> None:
+    """Check every byte of CACHE: markers, hashes, CRCs, offsets, ids. Exit code 1 if anything is wrong."""
+    from pipeline.cache_view import verify, verify_table
+
+    report = verify(cache, responses)
+    _out(report if as_json else verify_table(report))
+    if not report["ok"]:
+        sys.exit(1)
+
+
+def _out(what: Any) -> None:
+    if isinstance(what, dict | list):
+        click.echo(json.dumps(what, indent=1))
+    else:
+        click.echo(what)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point: errors that a user can do something about are one message and an exit code."""
+    sys.exit(guarded(lambda: dflash.main(args=args, prog_name="dflash", standalone_mode=False)))
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """Run a command and turn what it raises into a message on stderr and an exit code."""
+    try:
+        call()
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        say("interrupted; run the same command again to go on")
+        return 130
+    except DFlashError as error:
+        say(f"error: {error}")
+        return 2 if type(error).__name__ in ("RecipeError", "ConfigError") else 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        say(f"error: {error.strerror}: {error.filename or 'while writing'}. Nothing half-written was kept; "
+            "mend it and run the same command again, it goes on where it stopped")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The README.md of an exported drafter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.folder import RunFolder
+from pipeline.recipe import Recipe
+from stages.drafter import DrafterSpec
+
+
+def model_card(recipe: Recipe, spec: DrafterSpec, job: Any, folder: RunFolder) -> str:
+    """What the drafter is for, what it was trained on, how good it is, how to serve it."""
+    header = f"---\nlicense: {recipe.export.license}\n---\n" if recipe.export.license else ""
+    return f"""{header}# DFlash drafter for {recipe.target.model}
+
+Block size {spec.block_size}, {spec.n_layers} layers, features of target layers {", ".join(map(str, spec.feature_layer_ids))}
+of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exactly this target: weights SHA-256
+`{job.identity.target_weights_sha256}`.
+
+| what | value |
+|---|---|
+| recipe | {recipe.name} |
+| cache fingerprint | `{job.identity.fingerprint()}` |
+| training fingerprint | `{job.fingerprint}` |
+{_results(folder)}
+## Serving
+
+    vllm serve {recipe.target.model} --speculative-config '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {spec.block_size - 1}}}'
+    python -m sglang.launch_server --model-path {recipe.target.model} --speculative-algorithm DFLASH \\
+        --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {spec.block_size}
+"""
+
+
+def _results(folder: RunFolder) -> str:
+    file = folder.evaluate / "results.json"
+    if not file.exists():
+        return "| τ | not evaluated yet |\n"
+    trained = json.loads(file.read_bytes())["drafters"]["trained"]
+    rows = [f"| τ (greedy, {trained['prompts']} held-out prompts) | {trained['tau']:.2f} |"]
+    rows += [f"| τ, {category} | {r['tau']:.2f} |" for category, r in trained["by_category"].items()]
+    rows.append(f"| output equal to plain decoding | {trained['identical']} of {trained['prompts']} |")
+    return "\n".join(rows) + "\n"
