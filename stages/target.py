@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from cache_schema.identity import canonical_json, sha256_bytes, sha256_file
@@ -150,7 +151,9 @@ def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dty
     torch_dtype = DTYPES[dtype or config.dtype]
 
     def load(name: str, **kwargs: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, output_loading_info=True, **kwargs)
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **kwargs
+        )
 
     model, info = _loading(config, load)
     missing = sorted(info["missing_keys"])
@@ -165,10 +168,12 @@ def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dty
 
 def _loading(config: TargetConfig, load: Any) -> Any:
     name = resolve_model(config)
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise TargetError(f"target {config.model!r}: there is no such folder; give a folder that exists, or a hub id")
     try:
         return load(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise TargetError(
             f"target {config.model!r} cannot be loaded: {first}. Give a local folder with config.json, tokenizer and "
             f"safetensors weights, a hub id that this machine can reach, or {SMOLLM2_PACKAGE!r}"

@@ -1,0 +1,280 @@
+"""The drafter: who sees what (figure 3, case 9), training pass against drafting pass, and its spec (case 14).
+
+Shapes: T tokens, A anchors, B block size, Q = A·B slots, L feature layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Phi3Config, Qwen3Config
+
+from stages.attention import visible_mask
+from stages.batch import TrainingSample, make_batch
+from stages.checkpoint_format import CheckpointError, from_config, load_drafter, to_config
+from stages.config import ConfigError, DrafterConfig
+from stages.decode import DraftSession
+from stages.drafter import Drafter, spec_for_target
+from stages.export import export_drafter
+from tests.tiny import FEATURE_LAYERS, HIDDEN, MASK_ID, SIZES, VOCAB, make_drafter, make_spec, make_target
+
+TARGET = make_target()
+FULL = make_drafter(n_layers=3)
+SLIDING = make_drafter(n_layers=3, layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+                       sliding_window=5)  # fmt: skip
+ALL_SLIDING = make_drafter(n_layers=2, layer_types=("sliding_attention",) * 2, sliding_window=3, is_causal=False)
+
+
+@st.composite
+def placed_blocks(draw: st.DrawFn) -> tuple[int, list[int], int]:
+    """T, anchors (near each other as often as not, so that blocks overlap) and B."""
+    n_tokens = draw(st.integers(3, 24))
+    anchors = draw(st.sets(st.integers(0, n_tokens - 2), min_size=1, max_size=5))
+    return n_tokens, sorted(anchors), draw(st.sampled_from([2, 4, 8]))
+
+
+def sample_of(features_TLD: torch.Tensor, ids: np.ndarray[Any, Any], anchors: list[int]) -> TrainingSample:
+    return TrainingSample("s", features_TLD, ids, np.ones(len(ids), np.uint8), np.array(anchors, np.int64))
+
+
+def random_sample(n_tokens: int, seed: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(n_tokens, len(FEATURE_LAYERS), HIDDEN, generator=generator)
+    return features, np.random.default_rng(seed).integers(0, VOCAB - 1, n_tokens).astype(np.int32)
+
+
+@torch.no_grad()
+def logits_ABV(drafter: Drafter, sample: TrainingSample, block_size: int) -> torch.Tensor:
+    batch = make_batch([sample], block_size, MASK_ID)
+    hidden = drafter(batch.features_STLD, TARGET.embed(batch.block_ids_SAB), batch.anchors_SA)
+    return hidden[0] @ TARGET.head.T
+
+
+@pytest.mark.parametrize("drafter", [FULL, SLIDING, ALL_SLIDING], ids=["full", "sliding", "symmetric"])
+@settings(max_examples=25, deadline=None)
+@given(placed=placed_blocks(), seed=st.integers(0, 1000), which=st.integers(0, 4))
+def test_nothing_at_or_after_the_anchor_reaches_a_block(
+    drafter: Drafter, placed: tuple[int, list[int], int], seed: int, which: int
+) -> None:
+    n_tokens, anchors, block_size = placed
+    own = which % len(anchors)
+    a = anchors[own]
+    features, ids = random_sample(n_tokens, seed)
+    before = logits_ABV(drafter, sample_of(features, ids, anchors), block_size)[own]
+    other_features, other_ids = random_sample(n_tokens, seed + 5000)
+    # Every token but the anchor's own: the other blocks' tokens are among them.
+    other_ids[a] = ids[a]
+    changed = torch.cat([features[:a], 100 * other_features[a:]])
+    after = logits_ABV(drafter, sample_of(changed, other_ids, anchors), block_size)[own]
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(placed=placed_blocks(), seed=st.integers(0, 1000), which=st.integers(0, 4))
+def test_a_block_does_not_depend_on_which_other_blocks_there_are(
+    placed: tuple[int, list[int], int], seed: int, which: int
+) -> None:
+    n_tokens, anchors, block_size = placed
+    own = which % len(anchors)
+    features, ids = random_sample(n_tokens, seed)
+    together = logits_ABV(FULL, sample_of(features, ids, anchors), block_size)[own]
+    alone = logits_ABV(FULL, sample_of(features, ids, [anchors[own]]), block_size)[0]
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(placed=placed_blocks(), seed=st.integers(0, 1000), where=st.integers(0, 100))
+def test_every_feature_before_the_anchor_reaches_every_drafted_slot(
+    placed: tuple[int, list[int], int], seed: int, where: int
+) -> None:
+    n_tokens, anchors, block_size = placed
+    features, ids = random_sample(n_tokens, seed)
+    changed = features.clone()
+    at = where % n_tokens
+    changed[at] += 1.0
+    before, after = (logits_ABV(FULL, sample_of(f, ids, anchors), block_size) for f in (features, changed))
+    moved_A = (after - before).abs().amax(dim=2).amin(dim=1) > 1e-6
+    assert moved_A.tolist() == [at < a for a in anchors]
+
+
+def test_slots_of_a_block_see_each_other_in_both_directions() -> None:
+    features, _ = random_sample(10, 1)
+    embedded = torch.randn(1, 1, 4, HIDDEN, generator=torch.Generator().manual_seed(2))
+    changed = embedded.clone()
+    changed[0, 0, 3] += 1.0
+    with torch.no_grad():
+        before, after = (FULL(features[None], e, torch.tensor([[5]])) for e in (embedded, changed))
+    assert ((after - before).abs().amax(dim=-1) > 1e-6).all()
+
+
+def slow_mask(
+    anchors: list[int], block_size: int, n_context: int, window: int | None, causal: bool
+) -> list[list[bool]]:
+    """The rule of the specification, pair by pair."""
+    slots = [(block, max(a, 0) + k) for block, a in enumerate(anchors) for k in range(block_size)]
+    rows = []
+    for block, q in slots:
+        keys = [(k, k < anchors[block]) for k in range(n_context)]
+        keys += [(position, other == block) for other, position in slots]
+        row = []
+        for k, visible in keys:
+            if window is not None and causal:
+                visible = visible and 0 <= q - k < window
+            elif window is not None:
+                visible = visible and abs(q - k) < window
+            row.append(visible)
+        rows.append(row)
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(placed=placed_blocks(), window=st.none() | st.integers(1, 12), causal=st.booleans(), padding=st.booleans())
+def test_the_mask_follows_the_rule(
+    placed: tuple[int, list[int], int], window: int | None, causal: bool, padding: bool
+) -> None:
+    n_tokens, anchors, block_size = placed
+    anchors = [*anchors, -1] if padding else anchors
+    found = visible_mask(torch.tensor([anchors]), block_size, n_tokens, window=window, causal=causal)
+    assert found.shape == (1, 1, len(anchors) * block_size, n_tokens + len(anchors) * block_size)
+    assert found[0, 0].tolist() == slow_mask(anchors, block_size, n_tokens, window, causal)
+    assert found.any(dim=-1).all()  # a slot that saw nothing would turn into NaN
+
+
+@pytest.mark.parametrize("drafter", [FULL, SLIDING, ALL_SLIDING], ids=["full", "sliding", "symmetric"])
+def test_the_training_pass_is_the_drafting_pass(drafter: Drafter) -> None:
+    """Context that grows by verified positions, keys and values kept, gives what one pass over the sequence gives."""
+    features, ids = random_sample(23, 3)
+    anchors = [1, 4, 6, 7, 12, 20]
+    trained = logits_ABV(drafter, sample_of(features, ids, anchors), 4)
+    session = DraftSession(drafter, TARGET)
+    for a, expected in zip(anchors, trained, strict=True):
+        with torch.inference_mode():
+            session.extend(features[session.n_context : a])
+            block = torch.tensor([[[int(ids[a]), *[MASK_ID] * 3]]])
+            context = (session.kv, session.n_context)
+            hidden = drafter.blocks(TARGET.embed(block), torch.tensor([[a]]), *context)[0, 0]
+            drafts = session.draft(int(ids[a]), 4)
+        torch.testing.assert_close(hidden @ TARGET.head.T, expected, rtol=1e-5, atol=1e-5)
+        assert drafts == expected[1:].argmax(dim=-1).tolist()
+
+
+def test_an_anchor_at_the_very_first_token_has_no_context() -> None:
+    features, ids = random_sample(5, 4)
+    assert torch.isfinite(logits_ABV(FULL, sample_of(features, ids, [0]), 4)).all()
+
+
+def test_padding_changes_nothing() -> None:
+    (long, long_ids), (short, short_ids) = random_sample(20, 5), random_sample(9, 6)
+    samples = [sample_of(long, long_ids, [3, 9, 17]), sample_of(short, short_ids, [2, 5])]
+    batch = make_batch(samples, 4, MASK_ID)
+    with torch.no_grad():
+        hidden = FULL(batch.features_STLD, TARGET.embed(batch.block_ids_SAB), batch.anchors_SA)
+    assert torch.isfinite(hidden).all()
+    for row, sample in enumerate(samples):
+        alone = logits_ABV(FULL, sample, 4)
+        together = hidden[row, : len(sample.anchors)] @ TARGET.head.T
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert batch.anchors_SA[1].tolist() == [2, 5, -1]
+    assert not batch.supervised_SAB[1, 2].any()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SIZES, rope_parameters={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e5,
+        }),
+        Phi3Config(**SIZES, partial_rotary_factor=0.5, rope_parameters={
+            "rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5,
+        }),
+    ],
+    ids=["scaled", "partial"],
+)  # fmt: skip
+def test_a_targets_special_rotation_is_not_copied(config: Any, tmp_path: Path) -> None:
+    """Case 14: what is exported is what was trained, and the files give the same logits."""
+    spec = spec_for_target(DrafterConfig(n_layers=2, block_size=4), config, feature_layer_ids=FEATURE_LAYERS,
+                           mask_token_id=MASK_ID)  # fmt: skip
+    written = to_config(spec)
+    assert spec.rope_theta == 5e5
+    assert written["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
+    assert written["rope_scaling"] is None
+    assert "partial_rotary_factor" not in json.dumps(written)
+    drafter = Drafter(spec, seed=3).eval()
+    loaded = load_drafter(export_drafter(drafter, tmp_path / "out", card="", dtype=torch.float32))
+    features, ids = random_sample(12, 7)
+    sample = sample_of(features, ids, [4, 7])
+    assert torch.equal(logits_ABV(loaded, sample, 4), logits_ABV(drafter, sample, 4))
+
+
+def test_a_drafter_folder_with_a_special_rotation_is_refused() -> None:
+    config = to_config(make_spec())
+    for change in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}):
+        with pytest.raises(CheckpointError, match="plain rotary embeddings"):
+            from_config(config | change, "config.json")
+
+
+def test_sizes_come_from_the_target_unless_set() -> None:
+    config = Qwen3Config(**SIZES)
+    ids: dict[str, Any] = {"feature_layer_ids": FEATURE_LAYERS, "mask_token_id": MASK_ID}
+    own = spec_for_target(DrafterConfig(n_layers=3, block_size=8), config, **ids)
+    assert (own.hidden_size, own.intermediate_size, own.n_heads, own.n_kv_heads, own.head_dim) == (32, 48, 4, 2, 8)
+    assert (own.n_layers, own.block_size, own.vocab_size, own.n_target_layers) == (3, 8, VOCAB, 6)
+    given_sizes = DrafterConfig(n_layers=1, block_size=2, intermediate_size=16, n_heads=2, n_kv_heads=1, head_dim=4)
+    other = spec_for_target(given_sizes, config, **ids)
+    assert (other.intermediate_size, other.n_heads, other.n_kv_heads, other.head_dim) == (16, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_heads": 4, "n_kv_heads": 3}, "3 key/value heads"),
+        ({"head_dim": 7}, "even width"),
+        ({"layer_types": ("full_attention",)}, "1 layer_types for 2 layers"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "needs sliding_window"),
+        ({"layer_types": ("full_attention", "chunked_attention")}, "chunked_attention"),
+    ],
+)
+def test_an_impossible_spec_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_spec(**changes)
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    one, same, other = make_drafter(seed=1), make_drafter(seed=1), make_drafter(seed=2)
+    weights = [torch.cat([p.flatten() for p in d.parameters()]) for d in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("spoil", ["missing", "torn", "nan", "shape", "config", "blocks"])
+def test_a_damaged_drafter_folder_is_refused(spoil: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = export_drafter(make_drafter(), tmp_path / "out", card="")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(weights)
+    if spoil == "missing":
+        del tensors["fc.weight"]
+        save_file(tensors, weights)
+    elif spoil == "torn":
+        weights.write_bytes(weights.read_bytes()[:-40])
+    elif spoil == "nan":
+        tensors["norm.weight"][0] = float("nan")
+        save_file(tensors, weights)
+    elif spoil == "shape":
+        save_file(tensors | {"norm.weight": torch.ones(5)}, weights)
+    elif spoil == "config":
+        config.write_text(config.read_text()[:50])
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"block_size": 99}))
+    words = {"missing": "fc.weight is missing", "torn": "cannot be read", "nan": "NaN or Inf", "shape": "shape",
+             "config": "cannot be read", "blocks": "block_size is 99"}  # fmt: skip
+    with pytest.raises(CheckpointError, match=words[spoil]):
+        load_drafter(folder)
