@@ -10,6 +10,7 @@ exponent bits set is an infinity or NaN, nothing but the sign set is a zero, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +126,7 @@ def _blocks(features: NDArray[np.generic]) -> Iterator[NDArray[np.uint16]]:
         yield bits[start : start + rows]
 
 
-def require_same_ids(sample_id: str, found: NDArray[np.int32], expected: NDArray[np.int32], where: object) -> None:
+def require_same_ids(sample_id: str, found: NDArray[Any], expected: NDArray[Any], where: object) -> None:
     """Check that the token ids stored for a sample are those of the responses table (case 18).
 
     Raises:

@@ -250,7 +250,8 @@ class ResponsesTable:
         accounted = sum(m["planned"] for m in self._markers.values())
         if accounted != self.n_planned:
             raise ResponsesError(
-                f"{self.folder} accounts for {accounted} prompts ({len(self)} samples stored, the rest in the ledger), but "
+                f"{self.folder} accounts for {accounted} prompts ({len(self)} samples stored, the rest in the ledger), "
+                "but "
                 f"{self.n_planned} "
                 "were planned; the table is damaged, make it again"
             )

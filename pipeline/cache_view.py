@@ -32,7 +32,9 @@ def _render(*parts: Any) -> str:
 def _table(columns: list[str], rows: list[list[Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("shard", "state", "array", "dtype", "problem") else "right")
+        table.add_column(
+            column, justify="left" if column in ("shard", "state", "array", "dtype", "problem") else "right"
+        )
     for row in rows:
         table.add_row(*(Text(str(v)) for v in row))
     return table
@@ -40,12 +42,24 @@ def _table(columns: list[str], rows: list[list[Any]]) -> Table:
 
 def shards_table(cache: dict[str, Any], shards: list[dict[str, Any]]) -> str:
     """`dflash cache ls`."""
-    rows = [[s["shard"], s["status"], s.get("samples", "–"), s.get("tokens", "–"), bytes_text(s.get("bytes")),
-             s.get("dropped", "–"), s.get("noted", "–")] for s in shards]
+    rows = [
+        [
+            s["shard"],
+            s["status"],
+            s.get("samples", "–"),
+            s.get("tokens", "–"),
+            bytes_text(s.get("bytes")),
+            s.get("dropped", "–"),
+            s.get("noted", "–"),
+        ]
+        for s in shards
+    ]
     identity = cache["identity"]
     total = (
-        f"{cache['path']}: {cache['committed_shards']} of {cache['planned_shards']} shards, {cache['samples']} samples, "
-        f"{cache['tokens']} tokens, {bytes_text(cache['bytes'])}, {cache['dropped']} dropped {cache['ledger_reasons'] or ''}\n"
+        f"{cache['path']}: {cache['committed_shards']} of {cache['planned_shards']} shards, "
+        f"{cache['samples']} samples, "
+        f"{cache['tokens']} tokens, {bytes_text(cache['bytes'])}, "
+        f"{cache['dropped']} dropped {cache['ledger_reasons'] or ''}\n"
         f"target {identity['target_name']}, layers {identity['layer_ids']}, {identity['feature_dtype']}, "
         f"fingerprint {cache['fingerprint'][:16]}"
     )
@@ -58,8 +72,12 @@ def shard_table(shard: dict[str, Any]) -> str:
     arrays = [[name, a["dtype"], a["shape"], bytes_text(a["bytes"])] for name, a in shard["arrays"].items()]
     samples = [[s["sample_id"], s["tokens"]] for s in shard["stored"]]
     ledger = [[r["sample_id"], r["reason"], r["detail"]] for r in shard["ledger"]]
-    return _render(Text(plain), _table(["array", "dtype", "shape", "bytes"], arrays), _table(["sample", "tokens"], samples),
-                   _table(["ledger: sample", "reason", "detail"], ledger) if ledger else Text("ledger: empty"))
+    return _render(
+        Text(plain),
+        _table(["array", "dtype", "shape", "bytes"], arrays),
+        _table(["sample", "tokens"], samples),
+        _table(["ledger: sample", "reason", "detail"], ledger) if ledger else Text("ledger: empty"),
+    )
 
 
 def sample_view(cache: Path, shard: str, sample_id: str) -> dict[str, Any]:
@@ -75,12 +93,19 @@ def sample_view(cache: Path, shard: str, sample_id: str) -> dict[str, Any]:
     sample = opened.read(sample_id)
     values_TLD = widen(sample.features, sample.features_dtype)
     return {
-        "sample_id": sample_id, "shard": shard, "tokens": len(sample.input_ids), "supervised": int(sample.loss_mask.sum()),
-        "input_ids": sample.input_ids.tolist(), "loss_mask": sample.loss_mask.tolist(),
+        "sample_id": sample_id,
+        "shard": shard,
+        "tokens": len(sample.input_ids),
+        "supervised": int(sample.loss_mask.sum()),
+        "input_ids": sample.input_ids.tolist(),
+        "loss_mask": sample.loss_mask.tolist(),
         "layers": [
-            {"layer": layer, "mean_norm": round(float(np.linalg.norm(values_TLD[:, i], axis=-1).mean()), 4),
-             "max_abs": round(float(np.abs(values_TLD[:, i]).max()), 4),
-             "head": [round(float(v), 4) for v in values_TLD[0, i, :HEAD_CHANNELS]]}
+            {
+                "layer": layer,
+                "mean_norm": round(float(np.linalg.norm(values_TLD[:, i], axis=-1).mean()), 4),
+                "max_abs": round(float(np.abs(values_TLD[:, i]).max()), 4),
+                "head": [round(float(v), 4) for v in values_TLD[0, i, :HEAD_CHANNELS]],
+            }
             for i, layer in enumerate(opened.identity.layer_ids)
         ],
     }
@@ -96,8 +121,11 @@ def widen(features: Any, dtype: str) -> Any:
 def sample_table(view: dict[str, Any]) -> str:
     """`dflash cache show SHARD SAMPLE`: supervised ids in brackets."""
     ids = " ".join(f"[{i}]" if m else str(i) for i, m in zip(view["input_ids"], view["loss_mask"], strict=True))
-    rows = [[r["layer"], r["mean_norm"], r["max_abs"], "  ".join(f"{v:.3f}" for v in r["head"])] for r in view["layers"]]
-    head = f"{view['sample_id']} in {view['shard']}: {view['tokens']} tokens, {view['supervised']} supervised [in brackets]"
+    rows = [
+        [r["layer"], r["mean_norm"], r["max_abs"], "  ".join(f"{v:.3f}" for v in r["head"])] for r in view["layers"]
+    ]
+    head = f"{view['sample_id']} in {view['shard']}: {view['tokens']} tokens, "
+    head += f"{view['supervised']} supervised [in brackets]"
     return _render(Text(head), Text(ids), _table(["layer", "mean norm", "max |x|", "first channels of token 0"], rows))
 
 
@@ -110,10 +138,17 @@ def verify(cache: Path, responses: Path | None) -> dict[str, Any]:
         report = verify_cache(cache, progress=lambda *_: progress.update(1))
     problems = [*report.problems, *(f"{s.shard}: {p}" for s in report.shards for p in s.problems)]
     problems += [f"{s.shard}: {s.status}" for s in report.shards if s.status != "ok" and not s.problems]
-    table = responses or (cache.parent / "responses" if (cache.parent / "responses" / "responses.json").exists() else None)
+    table = responses or (
+        cache.parent / "responses" if (cache.parent / "responses" / "responses.json").exists() else None
+    )
     if table is not None and not problems:
         problems += _compare_ids(cache, table)
-    return {"ok": not problems, "shards": report.counts(), "compared_with": str(table) if table else None, "problems": problems}
+    return {
+        "ok": not problems,
+        "shards": report.counts(),
+        "compared_with": str(table) if table else None,
+        "problems": problems,
+    }
 
 
 def _compare_ids(cache: Path, responses: Path) -> list[str]:

@@ -18,7 +18,9 @@ import click
 from cache_schema.errors import DFlashError
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
-SetOption = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting: train.lr=3e-4.")
+SetOption = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting: train.lr=3e-4."
+)
 JsonOption = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 CacheArgument = click.argument("cache", type=click.Path(file_okay=False, path_type=Path))
 
@@ -90,7 +92,9 @@ def _write_report(recipe: Any) -> None:
 @dflash.command("plan")
 @RecipeArgument
 @SetOption
-@click.option("--samples", "n_samples", type=click.IntRange(min=1), help="Samples to plan for, when they cannot be counted.")
+@click.option(
+    "--samples", "n_samples", type=click.IntRange(min=1), help="Samples to plan for, when they cannot be counted."
+)
 @click.option("--mean-tokens", type=click.FloatRange(min=1), help="Mean tokens of a sample, prompt and response.")
 @JsonOption
 def plan_command(
@@ -114,8 +118,8 @@ def cache_group() -> None:
 @JsonOption
 def cache_ls(cache: Path, as_json: bool) -> None:
     """The shards of CACHE: state, samples, tokens, bytes, ledger rows."""
-    from pipeline.cache_view import shards_table
     from cache_schema.verify import describe_cache, list_shards
+    from pipeline.cache_view import shards_table
 
     shards = list_shards(cache)
     _out({"cache": describe_cache(cache), "shards": shards} if as_json else shards_table(describe_cache(cache), shards))
@@ -128,8 +132,8 @@ def cache_ls(cache: Path, as_json: bool) -> None:
 @JsonOption
 def cache_show(cache: Path, shard: str, sample: str | None, as_json: bool) -> None:
     """One SHARD of CACHE, or one SAMPLE in it: ids, loss mask, norms per layer."""
-    from pipeline.cache_view import sample_table, sample_view, shard_table
     from cache_schema.verify import describe_shard
+    from pipeline.cache_view import sample_table, sample_view, shard_table
 
     if sample is None:
         described = describe_shard(cache, shard)
@@ -141,8 +145,11 @@ def cache_show(cache: Path, shard: str, sample: str | None, as_json: bool) -> No
 
 @cache_group.command("verify")
 @CacheArgument
-@click.option("--responses", type=click.Path(file_okay=False, path_type=Path),
-              help="Responses table to compare ids and masks with; default: the one beside CACHE, if there is one.")
+@click.option(
+    "--responses",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Responses table to compare ids and masks with; default: the one beside CACHE, if there is one.",
+)
 @JsonOption
 def cache_verify(cache: Path, responses: Path | None, as_json: bool) -> None:
     """Check every byte of CACHE: markers, hashes, CRCs, offsets, ids. Exit code 1 if anything is wrong."""
@@ -184,8 +191,10 @@ def guarded(call: Callable[[], Any]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        say(f"error: {error.strerror}: {error.filename or 'while writing'}. Nothing half-written was kept; "
-            "mend it and run the same command again, it goes on where it stopped")
+        say(
+            f"error: {error.strerror}: {error.filename or 'while writing'}. Nothing half-written was kept; "
+            "mend it and run the same command again, it goes on where it stopped"
+        )
         return 1
     return 0
 

@@ -55,15 +55,24 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise PipelineError(f"{file} is damaged ({error}); remove it and run the stage again, finished work is found") from error
+            raise PipelineError(
+                f"{file} is damaged ({error}); remove it and run the stage again, finished work is found"
+            ) from error
         return status
 
     def finish(self, stage: str, fingerprint: str, seconds: float, summary: dict[str, Any]) -> None:
         """Record that a stage is done."""
         make_dirs(self.path / "status")
-        body = {"stage": stage, "fingerprint": fingerprint, "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "seconds": round(seconds, 3), "summary": summary}
-        write_atomic(self.path / "status" / f"{stage}.json", (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
+        body = {
+            "stage": stage,
+            "fingerprint": fingerprint,
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": round(seconds, 3),
+            "summary": summary,
+        }
+        write_atomic(
+            self.path / "status" / f"{stage}.json", (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -79,7 +88,9 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
-                raise PipelineError(f"{self.path} is in use by {holder}; wait for it, or give this run another folder") from error
+                raise PipelineError(
+                    f"{self.path} is in use by {holder}; wait for it, or give this run another folder"
+                ) from error
             os.ftruncate(file, 0)
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
             yield

@@ -53,6 +53,8 @@ def _follow(file: Path, offset: int, progress: Progress, stop: threading.Event) 
 def _show(row: dict[str, object], progress: Progress) -> None:
     step = row["step"]
     if row["kind"] == "heldout":
-        progress.note(f"step {step}: held-out loss {row['loss']:.3f}, simulated τ {row['tau']:.3f} on {row['samples']} samples")
+        progress.note(
+            f"step {step}: held-out loss {row['loss']:.3f}, simulated τ {row['tau']:.3f} on {row['samples']} samples"
+        )
     elif isinstance(step, int) and step > progress.done:
         progress.update(step - progress.done)

@@ -12,10 +12,12 @@ from stages.drafter import DrafterSpec
 
 def model_card(recipe: Recipe, spec: DrafterSpec, job: Any, folder: RunFolder) -> str:
     """What the drafter is for, what it was trained on, how good it is, how to serve it."""
+    speculative = {"method": "dflash", "model": "<this folder>", "num_speculative_tokens": spec.block_size - 1}
+    layers = ", ".join(map(str, spec.feature_layer_ids))
     header = f"---\nlicense: {recipe.export.license}\n---\n" if recipe.export.license else ""
     return f"""{header}# DFlash drafter for {recipe.target.model}
 
-Block size {spec.block_size}, {spec.n_layers} layers, features of target layers {", ".join(map(str, spec.feature_layer_ids))}
+Block size {spec.block_size}, {spec.n_layers} layers, features of target layers {layers}
 of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exactly this target: weights SHA-256
 `{job.identity.target_weights_sha256}`.
 
@@ -27,7 +29,7 @@ of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exact
 {_results(folder)}
 ## Serving
 
-    vllm serve {recipe.target.model} --speculative-config '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {spec.block_size - 1}}}'
+    vllm serve {recipe.target.model} --speculative-config '{json.dumps(speculative)}'
     python -m sglang.launch_server --model-path {recipe.target.model} --speculative-algorithm DFLASH \\
         --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {spec.block_size}
 """

@@ -63,7 +63,9 @@ class Run:
     def layer_ids(self) -> tuple[int, ...]:
         from stages.target import load_config, shape_of
 
-        return shape_of(load_config(self.recipe.target)).layer_ids(self.recipe.cache.n_layers, self.recipe.cache.layer_ids)
+        return shape_of(load_config(self.recipe.target)).layer_ids(
+            self.recipe.cache.n_layers, self.recipe.cache.layer_ids
+        )
 
     def is_done(self, stage: str, fingerprint: str) -> bool:
         """Whether the stage has finished with this fingerprint; says so.
@@ -99,7 +101,8 @@ class Run:
             lines = list(_differences("", found, plain))
             if lines:
                 raise FingerprintMismatch(
-                    f"{folder} was made by stage {stage} with other settings:\n  " + "\n  ".join(lines)
+                    f"{folder} was made by stage {stage} with other settings:\n  "
+                    + "\n  ".join(lines)
                     + "\nUse another run folder, or remove this one"
                 )
         return sha256_json(plain)
@@ -115,8 +118,10 @@ class Run:
 
 
 def _brief(summary: dict[str, Any]) -> str:
-    return ", ".join(f"{k.replace('_', ' ')} {v:.4g}" if isinstance(v, float) else f"{k.replace('_', ' ')} {v}"
-                     for k, v in summary.items())
+    return ", ".join(
+        f"{k.replace('_', ' ')} {v:.4g}" if isinstance(v, float) else f"{k.replace('_', ' ')} {v}"
+        for k, v in summary.items()
+    )
 
 
 def _differences(prefix: str, found: Any, expected: Any) -> Iterator[str]:
@@ -158,20 +163,29 @@ def run_generate(run: Run) -> None:
     recipe, folder = run.recipe, run.folder.responses
     found = import_prompts(recipe.prompts, recipe.base)
     settings = identity_fields(recipe.generate) | {
-        "seed": recipe.seed, "dtype": recipe.target.dtype, "max_prompt_tokens": recipe.prompts.max_prompt_tokens}
+        "seed": recipe.seed,
+        "dtype": recipe.target.dtype,
+        "max_prompt_tokens": recipe.prompts.max_prompt_tokens,
+    }
     identity = ResponsesIdentity(
-        target_name=recipe.target.model, target_revision=recipe.target.revision,
-        target_weights_sha256=run.hashes.weights, tokenizer_sha256=run.hashes.tokenizer,
-        chat_template_sha256=run.hashes.chat_template, chat_template_kwargs=dict(recipe.target.chat_template_kwargs),
-        prompts_sha256=prompts_sha256(found.conversations), settings=settings,
+        target_name=recipe.target.model,
+        target_revision=recipe.target.revision,
+        target_weights_sha256=run.hashes.weights,
+        tokenizer_sha256=run.hashes.tokenizer,
+        chat_template_sha256=run.hashes.chat_template,
+        chat_template_kwargs=dict(recipe.target.chat_template_kwargs),
+        prompts_sha256=prompts_sha256(found.conversations),
+        settings=settings,
     )
     parts = plan_parts(found.conversations, recipe.generate.part_samples)
     create_responses(folder, identity, len(parts), len(found.conversations))
     if run.is_done("generate", identity.fingerprint()):
         return
     write_rejects(folder / "rejects.parquet", found.rejects)
-    run.say(f"generate: {len(found.conversations)} prompts from {found.n_rows} rows, {len(found.rejects)} rejected"
-            + (f" ({found.reasons()}; see {folder / 'rejects.parquet'})" if found.rejects else ""))
+    run.say(
+        f"generate: {len(found.conversations)} prompts from {found.n_rows} rows, {len(found.rejects)} rejected"
+        + (f" ({found.reasons()}; see {folder / 'rejects.parquet'})" if found.rejects else "")
+    )
     with run.stage("generate", identity.fingerprint()) as summary:
         have = committed_parts(folder)
         todo = [p for p in parts if p.index not in have]
@@ -180,11 +194,18 @@ def run_generate(run: Run) -> None:
         _pool(run, "generate", "part", todo, functools.partial(GenerateWorker, job), len(have), recipe.generate)
         table = ResponsesTable.open(folder)
         prompts = sum(len(r.prompt_ids) for r in table)
-        summary |= {"responses": len(table), "prompt_tokens": prompts, "response_tokens": int(table.lengths()[1].sum()) - prompts,
-                    "rejected": len(found.rejects), "dropped": len(table.ledger)}
+        summary |= {
+            "responses": len(table),
+            "prompt_tokens": prompts,
+            "response_tokens": int(table.lengths()[1].sum()) - prompts,
+            "rejected": len(found.rejects),
+            "dropped": len(table.ledger),
+        }
         if len(table) == 0:
-            raise PipelineError(f"generate made no usable response out of {len(parts)} parts; {folder}'s ledger says why: "
-                                + _first_reasons(table.ledger))
+            raise PipelineError(
+                f"generate made no usable response out of {len(parts)} parts; {folder}'s ledger says why: "
+                + _first_reasons(table.ledger)
+            )
         if len(table.ledger) > recipe.prompts.max_bad_share * len(found.conversations):
             raise PipelineError(
                 f"generate dropped {len(table.ledger)} of {len(found.conversations)} prompts, more than "
@@ -201,14 +222,31 @@ def _say_resume(run: Run, stage: str, have: int, total: int, unit: str) -> None:
         run.say(f"{stage}: resuming, {have} of {total} {unit} are committed, {total - have} to do")
 
 
-def _pool(run: Run, stage: str, unit: str, todo: list[Any], build: Any, have: int, config: Any,
-          on_receipt: Callable[[Any, dict[str, Any]], None] | None = None) -> None:
+def _pool(
+    run: Run,
+    stage: str,
+    unit: str,
+    todo: list[Any],
+    build: Any,
+    have: int,
+    config: Any,
+    on_receipt: Callable[[Any, dict[str, Any]], None] | None = None,
+) -> None:
     if not todo:
         return
-    with ensure_ray(num_cpus=_cpus(config.workers, config.threads)), \
-            Progress(have + len(todo), f"{unit}s", stage, done=have) as progress:
-        run_pool(todo, build, n_workers=config.workers, resources=_resources(config.threads), progress=progress,
-                 label=unit, on_receipt=on_receipt)
+    with (
+        ensure_ray(num_cpus=_cpus(config.workers, config.threads)),
+        Progress(have + len(todo), f"{unit}s", stage, done=have) as progress,
+    ):
+        run_pool(
+            todo,
+            build,
+            n_workers=config.workers,
+            resources=_resources(config.threads),
+            progress=progress,
+            label=unit,
+            on_receipt=on_receipt,
+        )
 
 
 # --- extract ------------------------------------------------------------------------------------------
@@ -224,17 +262,26 @@ def cache_identity(run: Run) -> CacheIdentity:
 
     recipe = run.recipe
     table = ResponsesTable.open(run.folder.responses)
-    if table.identity.target_weights_sha256 != run.hashes.weights or table.identity.tokenizer_sha256 != run.hashes.tokenizer:
+    if (
+        table.identity.target_weights_sha256 != run.hashes.weights
+        or table.identity.tokenizer_sha256 != run.hashes.tokenizer
+    ):
         raise FingerprintMismatch(
             f"{run.folder.responses} was answered by target {table.identity.target_name!r} (weights "
             f"{table.identity.target_weights_sha256[:12]}…), this recipe's target is {recipe.target.model!r} (weights "
             f"{run.hashes.weights[:12]}…); use another run folder, or the recipe that made these responses"
         )
     return CacheIdentity(
-        target_name=recipe.target.model, target_revision=recipe.target.revision,
-        target_weights_sha256=run.hashes.weights, tokenizer_sha256=run.hashes.tokenizer,
-        chat_template_sha256=run.hashes.chat_template, layer_ids=run.layer_ids, layer_convention=LAYER_CONVENTION,
-        feature_dtype=recipe.cache.dtype, last_hidden=recipe.cache.last_hidden, max_length=recipe.cache.max_length,
+        target_name=recipe.target.model,
+        target_revision=recipe.target.revision,
+        target_weights_sha256=run.hashes.weights,
+        tokenizer_sha256=run.hashes.tokenizer,
+        chat_template_sha256=run.hashes.chat_template,
+        layer_ids=run.layer_ids,
+        layer_convention=LAYER_CONVENTION,
+        feature_dtype=recipe.cache.dtype,
+        last_hidden=recipe.cache.last_hidden,
+        max_length=recipe.cache.max_length,
         responses_sha256=table.responses_hash(),
     )
 
@@ -260,8 +307,11 @@ def run_extract(run: Run) -> None:
     ids, lengths = ResponsesTable.open(run.folder.responses).lengths()
     shape = shape_of(load_config(recipe.target))
     bytes_per_token = 2 * len(identity.layer_ids) * shape.hidden_size
-    plan = create_cache(folder, identity, plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token,
-                                                      recipe.cache.shard_bytes))
+    plan = create_cache(
+        folder,
+        identity,
+        plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token, recipe.cache.shard_bytes),
+    )
     if run.is_done("extract", identity.fingerprint()):
         return
     with run.stage("extract", identity.fingerprint()) as summary:
@@ -270,7 +320,9 @@ def run_extract(run: Run) -> None:
         _say_resume(run, "extract", len(have), plan.n_shards, "shards")
         job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, folder)
         guard = _QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, folder)
-        _pool(run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take)
+        _pool(
+            run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take
+        )
         summary |= _cache_summary(folder, guard)
 
 
@@ -301,8 +353,13 @@ def _cache_summary(folder: Path, guard: _QuarantineGuard) -> dict[str, Any]:
     guard.quarantined = sum(row["reason"] == "non_finite" for row in cache.ledger())
     guard.require()
     markers = cache.markers.values()
-    return {"samples": len(cache), "tokens": sum(m.tokens for m in markers), "shards": len(markers),
-            "bytes": sum(m.bytes for m in markers), "ledger_rows": len(cache.ledger())}
+    return {
+        "samples": len(cache),
+        "tokens": sum(m.tokens for m in markers),
+        "shards": len(markers),
+        "bytes": sum(m.bytes for m in markers),
+        "ledger_rows": len(cache.ledger()),
+    }
 
 
 # --- train --------------------------------------------------------------------------------------------
@@ -314,11 +371,24 @@ def train_job(run: Run) -> Any:
 
     recipe = run.recipe
     identity = cache_identity(run)
-    made_of = {"cache": identity.to_json(), "seed": recipe.seed, "drafter": identity_fields(recipe.drafter),
-               "train": identity_fields(recipe.train), "mask_token_id": recipe.target.mask_token_id}
+    made_of = {
+        "cache": identity.to_json(),
+        "seed": recipe.seed,
+        "drafter": identity_fields(recipe.drafter),
+        "train": identity_fields(recipe.train),
+        "mask_token_id": recipe.target.mask_token_id,
+    }
     fingerprint = run.pin("train", run.folder.train, made_of)
-    return TrainJob(recipe.target, recipe.drafter, recipe.train, identity, recipe.seed, run.folder.cache.resolve(),
-                    run.folder.train.resolve(), fingerprint)
+    return TrainJob(
+        recipe.target,
+        recipe.drafter,
+        recipe.train,
+        identity,
+        recipe.seed,
+        run.folder.cache.resolve(),
+        run.folder.train.resolve(),
+        fingerprint,
+    )
 
 
 def run_train(run: Run) -> None:
@@ -345,11 +415,16 @@ def run_train(run: Run) -> None:
         newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
         done = newest[1].step if newest else 0
         _say_resume(run, "train", done, plan.n_steps, "steps")
-        run.say(f"train: {len(plan.training)} samples, {len(plan.heldout)} held out, {plan.n_steps} steps in {recipe.train.epochs} epochs")
+        run.say(
+            f"train: {len(plan.training)} samples, {len(plan.heldout)} held out, "
+            f"{plan.n_steps} steps in {recipe.train.epochs} epochs"
+        )
         if done < plan.n_steps:
             gpus = 1 if torch.cuda.is_available() else 0
-            with ensure_ray(num_cpus=_cpus(recipe.train.workers, recipe.train.threads) + 1), \
-                    follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done):
+            with (
+                ensure_ray(num_cpus=_cpus(recipe.train.workers, recipe.train.threads) + 1),
+                follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
+            ):
                 train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus)
         summary |= _train_summary(run, plan.n_steps)
 
@@ -358,9 +433,12 @@ def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
     rows = _metrics(run.folder.train / "metrics.jsonl")
     heldout = [r for r in rows if r["kind"] == "heldout"]
     steps = [r for r in rows if r["kind"] == "step"]
-    return {"steps": n_steps, "loss": float(steps[-1]["loss"]) if steps else 0.0,
-            "simulated_tau": float(heldout[-1]["tau"]) if heldout else 0.0,
-            "samples_without_anchor": steps[-1]["skipped"] if steps else 0}
+    return {
+        "steps": n_steps,
+        "loss": float(steps[-1]["loss"]) if steps else 0.0,
+        "simulated_tau": float(heldout[-1]["tau"]) if heldout else 0.0,
+        "samples_without_anchor": steps[-1]["skipped"] if steps else 0,
+    }
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
@@ -385,7 +463,9 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
 
     newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
     if newest is None or run.folder.done("train") is None:
-        raise PipelineError(f"{run.folder.train} has no finished drafter; run the train stage first, it goes on where it stopped")
+        raise PipelineError(
+            f"{run.folder.train} has no finished drafter; run the train stage first, it goes on where it stopped"
+        )
     drafter = Drafter(make_spec(job.target, job.drafter, job.identity.layer_ids))
     checkpoint.load_weights(newest[0], drafter)
     return drafter, json.loads((newest[0] / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]
@@ -408,23 +488,36 @@ def run_evaluate(run: Run) -> None:
     job = train_job(run)
     drafter, weights_sha256 = trained_drafter(run, job)
     found = import_prompts(recipe.evaluate.sources, recipe.base)
-    made_of = {"weights_sha256": weights_sha256, "train": job.fingerprint, "evaluate": identity_fields(recipe.evaluate),
-               "prompts_sha256": prompts_sha256(found.conversations)}
+    made_of = {
+        "weights_sha256": weights_sha256,
+        "train": job.fingerprint,
+        "evaluate": identity_fields(recipe.evaluate),
+        "prompts_sha256": prompts_sha256(found.conversations),
+    }
     fingerprint = run.pin("evaluate", folder, made_of)
     if run.is_done("evaluate", fingerprint):
         return
     _require_unseen(run, found.conversations)
     prompts = [
-        EvalPrompt(c.sample_id, c.category or "all", str(c.messages[-1]["content"]),
-                   render_prompt(run.tokenizer, c.messages, tools=c.tools, template_kwargs=recipe.target.chat_template_kwargs))
+        EvalPrompt(
+            c.sample_id,
+            c.category or "all",
+            str(c.messages[-1]["content"]),
+            render_prompt(run.tokenizer, c.messages, tools=c.tools, template_kwargs=recipe.target.chat_template_kwargs),
+        )
         for c in map(to_prompt, found.conversations)
     ]
     with run.stage("evaluate", fingerprint) as summary:
         results = _evaluate(run, drafter, prompts)
         write_atomic(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
         trained = results["drafters"]["trained"]
-        summary |= {"prompts": len(prompts), "rejected": len(found.rejects), "tau": trained["tau"], "speedup": trained["speedup"],
-                    "identical": trained["identical"]}
+        summary |= {
+            "prompts": len(prompts),
+            "rejected": len(found.rejects),
+            "tau": trained["tau"],
+            "speedup": trained["speedup"],
+            "identical": trained["identical"],
+        }
 
 
 def _require_unseen(run: Run, conversations: Any) -> None:
@@ -433,8 +526,11 @@ def _require_unseen(run: Run, conversations: Any) -> None:
     from stages.prompts import to_prompt
 
     seen = {canonical_json(r.messages): r.sample_id for r in ResponsesTable.open(run.folder.responses)}
-    both = [(c.sample_id, seen[canonical_json([dict(m) for m in to_prompt(c).messages])]) for c in conversations
-            if canonical_json([dict(m) for m in to_prompt(c).messages]) in seen]
+    both = [
+        (c.sample_id, seen[canonical_json([dict(m) for m in to_prompt(c).messages])])
+        for c in conversations
+        if canonical_json([dict(m) for m in to_prompt(c).messages]) in seen
+    ]
     if both:
         raise PipelineError(
             f"evaluate.sources: {len(both)} prompts were trained on too, the first is {both[0][0]!r} (training sample "
@@ -454,9 +550,14 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     config = run.recipe.evaluate
     use_threads(config.threads)
     target = load_target(run.recipe.target, device=worker_device(), dtype=config.dtype)
-    stop_ids = end_of_turn_ids(target.tokenizer, getattr(target.model, "generation_config", None),
-                               template_kwargs=run.recipe.target.chat_template_kwargs)
-    drafters = {"trained": drafter} | ({"untrained": Drafter(drafter.spec, seed=run.recipe.seed)} if config.untrained else {})
+    stop_ids = end_of_turn_ids(
+        target.tokenizer,
+        getattr(target.model, "generation_config", None),
+        template_kwargs=run.recipe.target.chat_template_kwargs,
+    )
+    drafters = {"trained": drafter} | (
+        {"untrained": Drafter(drafter.spec, seed=run.recipe.seed)} if config.untrained else {}
+    )
     for model in drafters.values():  # weights as they are exported: rounded to bfloat16
         model.to(torch.bfloat16).to(target.device, DTYPES[config.dtype]).requires_grad_(False)
     tallies = {name: Tally(drafter.spec.block_size) for name in drafters}
@@ -470,13 +571,20 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
         for prompt in prompts:
             file = _row_file(rows_dir, prompt.sample_id)
             if not file.exists():
-                rows = evaluate_prompt(target, drafters, prompt, max_new_tokens=config.max_new_tokens, stop_ids=stop_ids)
+                rows = evaluate_prompt(
+                    target, drafters, prompt, max_new_tokens=config.max_new_tokens, stop_ids=stop_ids
+                )
                 write_atomic(file, json.dumps(rows).encode())
                 progress.update(1)
             for name, row in json.loads(file.read_bytes()).items():
                 tallies[name].rows.append(row)
-    return {"block_size": drafter.spec.block_size, "max_new_tokens": config.max_new_tokens, "dtype": config.dtype,
-            "heldout_prompts": len(prompts), "drafters": {name: t.results() for name, t in tallies.items()}}
+    return {
+        "block_size": drafter.spec.block_size,
+        "max_new_tokens": config.max_new_tokens,
+        "dtype": config.dtype,
+        "heldout_prompts": len(prompts),
+        "drafters": {name: t.results() for name, t in tallies.items()},
+    }
 
 
 def _row_file(folder: Path, sample_id: str) -> Path:
@@ -507,8 +615,12 @@ def run_export(run: Run) -> None:
         card = model_card(run.recipe, drafter.spec, job, run.folder)
         export_drafter(drafter, run.folder.export, card=card)
         weights = run.folder.export / "model.safetensors"
-        summary |= {"tensors": len(dict(drafter.named_parameters())), "bytes": weights.stat().st_size,
-                    "sha256": sha256_file(weights)[:16], "folder": str(run.folder.export)}
+        summary |= {
+            "tensors": len(dict(drafter.named_parameters())),
+            "bytes": weights.stat().st_size,
+            "sha256": sha256_file(weights)[:16],
+            "folder": str(run.folder.export),
+        }
 
 
 STEPS: dict[str, Callable[[Run], None]] = {

@@ -90,11 +90,11 @@ class SampleReader:
         # of open shards is not made for that.
         self._lock = threading.Lock()
 
-    def read(self, sample_id: str, epoch: int) -> TrainingSample | None:
-        """The sample with this epoch's anchors, or None when it has no eligible one."""
+    def read(self, sample_id: str, epoch: int, n_anchors: int | None = None) -> TrainingSample | None:
+        """The sample with this epoch's anchors (`n_anchors` at most), or None when it has no eligible one."""
         with self._lock:
             cached = self.cache.read(sample_id)
-        n, mask = self.config.anchors, cached.loss_mask
+        n, mask = n_anchors or self.config.anchors, cached.loss_mask
         anchors = sample_anchors(mask, n, seed=self.seed, epoch=epoch, sample_id=sample_id)
         if len(anchors) == 0:
             self.skipped.add(sample_id)

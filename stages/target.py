@@ -7,7 +7,7 @@ weights that the checkpoint lacks, a head that is not the one the target answers
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,14 +293,24 @@ def hash_target(config: TargetConfig, tokenizer: Any) -> TargetHashes:
     if not files:
         raise TargetError(f"target {config.model}: no .safetensors weights in {folder}; convert the checkpoint first")
     weights = canonical_json([[f.name, _cached_sha256(f)] for f in files])
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    described = backend.to_str() if backend is not None else canonical_json(tokenizer.get_vocab())
     specials = canonical_json({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
     return TargetHashes(
         weights=sha256_bytes(weights.encode()),
-        tokenizer=hashlib.sha256((described + specials).encode()).hexdigest(),
+        tokenizer=sha256_bytes((_described(tokenizer) + specials).encode()),
         chat_template=sha256_bytes(_template_text(tokenizer).encode()),
     )
+
+
+def _described(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return canonical_json(tokenizer.get_vocab())
+    plain = copy.deepcopy(backend)
+    # These are left over from the last call, and no part of what the tokenizer is.
+    plain.no_padding()
+    plain.no_truncation()
+    text: str = plain.to_str()
+    return text
 
 
 def local_folder(config: TargetConfig) -> Path:

@@ -35,6 +35,8 @@ from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
 from stages.target import choose_mask_token, load_config, load_target, load_tokenizer, shape_of
 
 HELDOUT_BATCH = 8
+HELDOUT_ANCHORS = 64
+"""Anchors per held-out sample, however few the training takes: the simulated τ should not be noisy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Trainer:
     @torch.no_grad()
     def _look_at_heldout(self, done: int) -> None:
         spec = self.drafter.spec
-        samples = [s for s in (self.reader.read(i, 0) for i in self.plan.heldout) if s is not None]
+        samples = [s for s in (self.reader.read(i, 0, HELDOUT_ANCHORS) for i in self.plan.heldout) if s is not None]
         batches = [make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
                    for i in range(0, len(samples), HELDOUT_BATCH)]
         outcomes = [self._forward(b) for b in batches]
