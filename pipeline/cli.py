@@ -43,7 +43,9 @@ def _stage_command(name: str, text: str) -> None:
     def command(recipe: Path, overrides: tuple[str, ...]) -> None:
         from pipeline.jobs import run_stages
 
-        run_stages(recipe, overrides, [name], say)
+        run = run_stages(recipe, overrides, [name], say)
+        if name == "evaluate":
+            _write_report(run.recipe)
 
 
 for _name, _text in (

@@ -1,0 +1,278 @@
+"""The whole pipeline by its command line, on a tiny target: end to end, again, killed, and misused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from cache_schema.identity import sha256_file
+from cache_schema.responses import ResponsesTable
+from cache_schema.verify import equal_caches, verify_cache
+from pipeline import cli
+from pipeline.steps import STEPS, Run
+from stages.checkpoint_format import load_drafter
+from tests.tiny import make_target, make_tokenizer, save_target
+
+REPO = Path(__file__).parent.parent
+KILLS = 2
+"""How often each stage is killed before it is left alone."""
+
+
+def write_prompts(path: Path, n: int, text: str) -> None:
+    rows = [{"id": f"{path.stem}-{i}", "prompt": text.format(i), "category": f"c{i % 2}"} for i in range(n)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, prompts, and a recipe."""
+    folder = tmp_path_factory.mktemp("home")
+    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
+    write_prompts(folder / "train.jsonl", 48, "Count from {} up.")
+    write_prompts(folder / "held.jsonl", 3, "Count down from {}.")
+    recipe = {
+        "name": "tiny",
+        "target": {"model": str(folder / "target"), "dtype": "float32"},
+        "prompts": {"sources": [{"path": "train.jsonl"}]},
+        "generate": {"max_new_tokens": 12, "part_samples": 4, "batch_size": 4, "threads": 1},
+        "cache": {"n_layers": 3, "shard_bytes": 60000},
+        "extract": {"threads": 1},
+        "drafter": {"n_layers": 2, "block_size": 4},
+        "train": {
+            "epochs": 6, "batch_samples": 4, "micro_samples": 2, "anchors": 4, "heldout_share": 0.1, "bf16": False,
+            "checkpoint_every": 4, "heldout_every": 30, "log_every": 1, "threads": 1,
+        },
+        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 12, "threads": 1},
+    }  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def dflash(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline.cli", *map(str, args)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=280, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> Path:
+    """The run folder of a run that nothing disturbed."""
+    done = dflash("run", home / "r.yaml", "--set", f"run={home / 'undisturbed'}")
+    assert done.returncode == 0, done.stderr
+    assert "Identical  3 of 3" in done.stdout
+    return home / "undisturbed"
+
+
+def final_weights(run: Path) -> list[str]:
+    newest = max((run / "train" / "checkpoints").glob("step-*"))
+    return [newest.name, sha256_file(newest / "model.safetensors"), sha256_file(newest / "optimizer.safetensors")]
+
+
+@pytest.mark.ray
+def test_end_to_end_leaves_what_the_readme_says(undisturbed: Path) -> None:
+    run = undisturbed
+    assert len(ResponsesTable.open(run / "responses")) == 48
+    assert verify_cache(run / "cache").ok
+    assert load_drafter(run / "export").spec.block_size == 4
+    results = json.loads((run / "evaluate" / "results.json").read_text())["drafters"]
+    assert results["trained"]["identical"] == results["untrained"]["identical"] == 3
+    assert results["trained"]["tau"] > results["untrained"]["tau"] >= 1
+    assert "<svg" in (run / "report.html").read_text()
+    assert "τ" in (run / "export" / "README.md").read_text()
+
+
+@pytest.mark.ray
+def test_second_run_does_nothing_and_says_so(home: Path, undisturbed: Path) -> None:
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in undisturbed.rglob("*")
+        if p.is_file() and p.suffix in (".parquet", ".safetensors")
+    }
+    lines: list[str] = []
+    from pipeline.recipe import load_recipe
+
+    run = Run(
+        load_recipe(home / "r.yaml", [f"run={undisturbed}", "train.workers=1", "generate.workers=2"]), lines.append
+    )
+    for stage in STEPS.values():
+        stage(run)
+    assert [line.split(":")[0] for line in lines if "already done" in line] == list(STEPS)
+    job = [sys.executable, "-m", "jobs.pipeline", "--recipe", str(home / "r.yaml"), "--set", f"run={undisturbed}"]
+    done = subprocess.run(job, cwd=REPO, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("already done") == len(STEPS)
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+
+
+def first_commit(folder: str, pattern: str) -> Callable[[Path], bool]:
+    return lambda run: any((run / folder).glob(pattern))
+
+
+WATCHED: dict[str, Callable[[Path], bool]] = {
+    "generate": first_commit("responses/commits", "part-*.json"),
+    "extract": first_commit("cache/commits", "shard-*.json"),
+    "train": first_commit("train/checkpoints", "step-*"),
+    "evaluate": first_commit("evaluate/prompts", "*.json"),
+    "export": first_commit(".", "export"),
+}
+
+
+def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], delay_s: float) -> bool:
+    """Start a stage, wait until it has committed something, `kill -9` it a moment later; False if it ended first."""
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and not begun(run) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        if process.poll() is not None:
+            return False
+        os.kill(process.pid, signal.SIGKILL)
+        return True
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_stages_end_like_an_undisturbed_run(home: Path, undisturbed: Path) -> None:
+    chance = random.Random(os.environ.get("DFLASH_KILL_SEED", "7"))
+    run = home / "killed"
+    killed = dict.fromkeys(STEPS, 0)
+    for stage in STEPS:
+        command = [sys.executable, "-m", "pipeline.cli", stage, str(home / "r.yaml"), "--set", f"run={run}"]
+        # The first kill comes at any moment of the stage, start-up included, the second in the middle of its work.
+        killed[stage] += run_and_kill(command, run, lambda _: True, chance.uniform(0.5, 6))
+        killed[stage] += run_and_kill(command, run, WATCHED[stage], chance.uniform(0, 0.3))
+        done = dflash(stage, home / "r.yaml", "--set", f"run={run}")
+        assert done.returncode == 0, done.stderr
+    assert all(killed[s] == KILLS for s in ("generate", "extract", "train")), killed
+    ours, theirs = ResponsesTable.open(run / "responses"), ResponsesTable.open(undisturbed / "responses")
+    ids = [r.sample_id for r in ours]
+    assert len(ids) == len(set(ids)) == 48
+    assert ours.responses_hash() == theirs.responses_hash()
+    assert equal_caches(run / "cache", undisturbed / "cache") == []
+    assert verify_cache(run / "cache").ok
+    assert final_weights(run) == final_weights(undisturbed)
+    exported = [sha256_file(r / "export" / "model.safetensors") for r in (run, undisturbed)]
+    assert exported[0] == exported[1]
+
+
+@pytest.mark.ray
+def test_other_settings_in_the_same_folder_are_refused_by_name(home: Path, undisturbed: Path) -> None:
+    for setting, found, wanted in (
+        ("generate.max_new_tokens=13", "12", "13"),
+        ("cache.max_length=40", "3072", "40"),
+        ("train.lr=3e-4", "0.0006", "0.0003"),
+    ):
+        stage = {"generate": "generate", "cache": "extract", "train": "train"}[setting.split(".")[0]]
+        done = dflash(stage, home / "r.yaml", "--set", f"run={undisturbed}", "--set", setting)
+        assert done.returncode == 1, done.stderr
+        key = setting.split("=")[0].split(".")[1]
+        assert key in done.stderr
+        assert found in done.stderr
+        assert wanted in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ray
+def test_recipe_for_another_target_than_the_cache(home: Path, undisturbed: Path) -> None:
+    save_target(home / "other", make_target(1, make_tokenizer(), vocab_size=300))
+    done = dflash("train", home / "r.yaml", "--set", f"run={undisturbed}", "--set", f"target.model={home / 'other'}")
+    assert done.returncode == 1
+    assert "weights" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        (["target.model=no/such-model"], 1, "no/such-model"),
+        (["cache.layer_ids=[1,99]"], 1, "99"),
+        (["train.lrr=1"], 2, "train.lr"),
+        (["drafter.block_size=1"], 2, "block_size"),
+        (["prompts.sources.0.path=nothing.jsonl"], 1, "nothing.jsonl"),
+        (["prompts.sources.0.path=empty.jsonl"], 1, "empty"),
+    ],
+)
+def test_bad_input_is_one_clear_message(
+    home: Path, tmp_path: Path, settings: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "empty.jsonl").touch()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    stage = "extract" if "layer_ids" in settings[0] else "generate"
+    command = [stage, str(home / "r.yaml"), "--set", f"run={tmp_path / 'run'}"]
+    for setting in settings:
+        command += ["--set", setting]
+    if stage == "extract":
+        shutil.copytree(home / "undisturbed" / "responses", tmp_path / "run" / "responses")
+    done = dflash(*command)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "run").rglob("status/*.json"))
+
+
+@pytest.mark.ray
+def test_cache_commands(home: Path, undisturbed: Path) -> None:
+    cache, runner = str(undisturbed / "cache"), CliRunner()
+    listed = json.loads(runner.invoke(cli.dflash, ["cache", "ls", cache, "--json"]).output)
+    assert listed["cache"]["samples"] == 48
+    assert "shard-00000" in runner.invoke(cli.dflash, ["cache", "ls", cache]).output
+    shard = json.loads(runner.invoke(cli.dflash, ["cache", "show", cache, "shard-00000", "--json"]).output)
+    sample_id = shard["stored"][0]["sample_id"]
+    assert sample_id in runner.invoke(cli.dflash, ["cache", "show", cache, "shard-00000"]).output
+    sample = json.loads(runner.invoke(cli.dflash, ["cache", "show", cache, "shard-00000", sample_id, "--json"]).output)
+    assert sample["tokens"] == len(sample["input_ids"]) == shard["stored"][0]["tokens"]
+    assert sample["supervised"] == sum(sample["loss_mask"])
+    assert sample_id in runner.invoke(cli.dflash, ["cache", "show", cache, "shard-00000", sample_id]).output
+    assert dflash("cache", "verify", cache).returncode == 0
+
+
+@pytest.mark.ray
+def test_flipped_byte_is_found_and_stops_training(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    victim = next((run / "cache" / "shards").glob("shard-00001.*")) / "features" / "c" / "0" / "0" / "0"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 3] ^= 1
+    victim.write_bytes(data)
+    found = dflash("cache", "verify", run / "cache")
+    assert found.returncode == 1
+    assert "shard-00001" in found.stdout
+    shutil.rmtree(run / "train")
+    (run / "status" / "train.json").unlink()
+    trained = dflash("train", home / "r.yaml", "--set", f"run={run}")
+    assert trained.returncode == 1
+    assert "shard-00001" in trained.stderr
+    assert "Traceback" not in trained.stderr
+
+
+def test_a_second_driver_is_refused(home: Path, tmp_path: Path) -> None:
+    from pipeline.folder import RunFolder
+
+    with RunFolder(tmp_path / "run").locked():
+        done = dflash("generate", home / "r.yaml", "--set", f"run={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert f"process {os.getpid()}" in done.stderr
+
+
+@pytest.mark.ray
+def test_training_on_an_evaluation_prompt_is_refused(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    shutil.rmtree(run / "evaluate")
+    (run / "status" / "evaluate.json").unlink()
+    done = dflash("evaluate", home / "r.yaml", "--set", f"run={run}", "--set", "evaluate.sources.0.path=train.jsonl")
+    assert done.returncode == 1
+    assert "trained on" in done.stderr
