@@ -74,9 +74,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], seconds: str, tokens: str) -> float:
-    """Decoded tokens per second, the prefill's token and time left out."""
-    spent = sum(r[seconds] for r in rows)
-    return sum(max(0, r[tokens] - 1) for r in rows) / spent if spent else 0.0
+    """Tokens per second: one over the mean, over responses, of decode seconds per output token.
+
+    The prefill's token and time are left out. Source: specification, section 4 (speed-up).
+    """
+    per_token = [r[seconds] / (r[tokens] - 1) for r in rows if r[tokens] > 1]
+    return 1 / _mean(per_token) if sum(per_token) else 0.0
 
 
 def _share(rows: Sequence[Mapping[str, Any]], part: str) -> float:
