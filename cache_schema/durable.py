@@ -6,6 +6,7 @@ temporary file (`.<name>.<pid>.<random>.tmp`) that no reader looks at.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -99,3 +100,17 @@ def _write_temporary(path: Path, data: bytes) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def is_storage_fault(error: OSError) -> bool:
+    """Whether the disk is full, over quota, read-only or not ours: a fault that trying again does not mend."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
+
+def storage_text(error: OSError) -> str:
+    """Such a fault in words, with what to do."""
+    where = error.filename or "while writing"
+    return (
+        f"{error.strerror}: {where}. Nothing half-written was kept; make room (or mend the folder's rights) and "
+        "run the same command again, it goes on where it stopped"
+    )

@@ -6,7 +6,6 @@ call or recipe.
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import click
 
+from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
@@ -191,12 +191,9 @@ def guarded(call: Callable[[], Any]) -> int:
         say(f"error: {error}")
         return 2 if type(error).__name__ in ("RecipeError", "ConfigError") else 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if not is_storage_fault(error):
             raise
-        say(
-            f"error: {error.strerror}: {error.filename or 'while writing'}. Nothing half-written was kept; "
-            "mend it and run the same command again, it goes on where it stopped"
-        )
+        say(f"error: {storage_text(error)}")
         return 1
     return 0
 

@@ -15,3 +15,7 @@ class RecipeError(PipelineError):
 
 class PoisonShard(PipelineError):
     """A unit of work failed on every attempt, while the rest of the run was finished."""
+
+
+class StorageError(PipelineError):
+    """The disk is full, read-only or not ours. Nothing half-written is kept, and trying again at once is of no use."""

@@ -29,8 +29,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
-from pipeline.errors import PipelineError, PoisonShard
+from pipeline.errors import PipelineError, PoisonShard, StorageError
 from pipeline.progress import Progress
 
 Receipt = dict[str, Any]
@@ -106,6 +107,10 @@ class _Host:
             return {"receipt": call()}
         except DFlashError as error:
             return {"error": error}
+        except OSError as error:
+            if not is_storage_fault(error):
+                return {"failure": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            return {"error": StorageError(storage_text(error))}
         except Exception as error:  # the one boundary where anything may arrive; the driver decides
             text = f"{type(error).__name__}: {error}"
             return {"failure": text, "traceback": traceback.format_exc()}
@@ -238,6 +243,8 @@ class _Pool:
             self._count(1)
             return
         task.error = outcome.get("error")
+        if isinstance(task.error, StorageError):
+            raise StorageError(f"{self._named(task)}: {task.error}")  # every other unit would end the same way
         task.traceback = outcome.get("traceback", "").rstrip()
         task.story.append(_Attempt(task.attempt, seat.name, outcome.get("failure") or str(task.error)))
         self._count(0, failures=1)
@@ -263,7 +270,7 @@ class _Pool:
         """Raise for the first failed unit, naming the others; everything else is done by now."""
         first, *others = sorted(self._failed, key=lambda t: t.index)
         also = f"\nAlso failed: {', '.join(self._named(t) for t in others)}" if others else ""
-        stories = "".join(f"\n{self._story(t)}" for t in [first, *others] if t.error is None)
+        stories = "".join(f"\n{self._story(t, t is first)}" for t in [first, *others] if t.error is None)
         if first.error is not None:
             error = first.error
             message = str(error)
@@ -277,9 +284,9 @@ class _Pool:
             f"so running again tries only what is missing.{also}{stories}"
         )
 
-    def _story(self, task: _Task) -> str:
+    def _story(self, task: _Task, in_full: bool) -> str:
         lines = [f"{self._named(task)}:", *(f"  attempt {a.number} on {a.worker}: {a.text}" for a in task.story)]
-        if task.traceback:
+        if task.traceback and in_full:
             lines.append("    " + task.traceback.replace("\n", "\n    "))
         return "\n".join(lines)
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from cache_schema.names import random_tag
 from stages.errors import TrainingError
@@ -31,6 +32,10 @@ def _rank(settings: dict[str, Any]) -> None:
     except DFlashError as error:
         # Another try would end the same way: leave the words for the driver, and let the group end in order.
         (job.folder / settings["failure"]).write_text(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        if not is_storage_fault(error):
+            raise
+        (job.folder / settings["failure"]).write_text(storage_text(error))
 
 
 def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) -> None:

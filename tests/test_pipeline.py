@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from click.testing import CliRunner
 
 from cache_schema.identity import sha256_file
+from cache_schema.marker import committed_shards
 from cache_schema.responses import ResponsesTable
 from cache_schema.verify import equal_caches, verify_cache
 from pipeline import cli
@@ -276,3 +277,41 @@ def test_training_on_an_evaluation_prompt_is_refused(home: Path, undisturbed: Pa
     done = dflash("evaluate", home / "r.yaml", "--set", f"run={run}", "--set", "evaluate.sources.0.path=train.jsonl")
     assert done.returncode == 1
     assert "trained on" in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that is really full before long: a small tmpfs."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root on Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this machine does not allow mounting a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.ray
+def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    run.mkdir()
+    shutil.copytree(undisturbed / "responses", run / "responses")
+    done = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run / "status" / "extract.json").exists()
+    committed = committed_shards(run / "cache")
+    report = verify_cache(run / "cache", committed)
+    assert [s.status for s in report.shards] == ["ok"] * len(committed)
+    groups = {p.name.split(".")[0] for p in (run / "cache" / "shards").iterdir()}
+    assert groups <= set(committed), "an attempt that failed left its files"
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    assert again.returncode == 0, again.stderr
+    assert verify_cache(run / "cache").ok
