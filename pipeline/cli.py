@@ -95,9 +95,9 @@ def _write_report(recipe: Any) -> None:
 @RecipeArgument
 @SetOption
 @click.option(
-    "--samples", "n_samples", type=click.IntRange(min=1), help="Samples to plan for, when they cannot be counted."
+    "--samples", "n_samples", type=click.IntRange(1, 10**12), help="Samples to plan for, when they cannot be counted."
 )
-@click.option("--mean-tokens", type=click.FloatRange(min=1), help="Mean tokens of a sample, prompt and response.")
+@click.option("--mean-tokens", type=click.FloatRange(1, 1e9), help="Mean tokens of a sample, prompt and response.")
 @JsonOption
 def plan_command(
     recipe: Path, overrides: tuple[str, ...], n_samples: int | None, mean_tokens: float | None, as_json: bool
@@ -106,6 +106,8 @@ def plan_command(
     from pipeline.recipe import load_recipe
     from pipeline.sizing import plan_run, render_plan
 
+    if mean_tokens is not None and mean_tokens != mean_tokens:
+        raise click.BadParameter("nan is no number of tokens", param_hint="--mean-tokens")
     plan = plan_run(load_recipe(recipe, overrides), n_samples, mean_tokens)
     click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
 
@@ -191,9 +193,12 @@ def guarded(call: Callable[[], Any]) -> int:
         say(f"error: {error}")
         return 2 if type(error).__name__ in ("RecipeError", "ConfigError") else 1
     except OSError as error:
-        if not is_storage_fault(error):
+        if is_storage_fault(error):
+            say(f"error: {storage_text(error)}")
+        elif error.filename:
+            say(f"error: {error.strerror}: {error.filename}; something else lies where a file or folder belongs")
+        else:
             raise
-        say(f"error: {storage_text(error)}")
         return 1
     return 0
 

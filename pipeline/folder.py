@@ -51,14 +51,18 @@ class RunFolder:
         """
         file = self.path / "status" / f"{stage}.json"
         try:
-            status: dict[str, Any] = json.loads(file.read_bytes())
+            status = json.loads(file.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except ValueError:
+            status = None
+        whole = isinstance(status, dict) and isinstance(status.get("summary"), dict)
+        if not whole or not isinstance(status.get("fingerprint"), str):
             raise PipelineError(
-                f"{file} is damaged ({error}); remove it and run the stage again, finished work is found"
-            ) from error
-        return status
+                f"{file} is damaged: expected a JSON object with fingerprint and summary; remove it and run the stage "
+                "again, finished work is found"
+            )
+        return dict(status)
 
     def finish(self, stage: str, fingerprint: str, seconds: float, summary: dict[str, Any]) -> None:
         """Record that a stage is done."""

@@ -75,6 +75,12 @@ class Recipe:
     base: Path = execution(Path())
     """Folder of the recipe file; the paths of sources are relative to it. Not a key of the file."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise RecipeError(f"seed is {self.seed}, but it must be between 0 and 2^63 − 1")
+        if "\0" in str(self.run):
+            raise RecipeError(f"run is {str(self.run)!r}, but a path cannot hold a NUL")
+
     def identity(self, stage: str) -> dict[str, Any]:
         """What `stage` computes from, as JSON-able values: the seed and the identity fields of its sections
         and of every stage before it. Names, folders and execution settings are not in it.

@@ -67,8 +67,13 @@ class Run:
             self.recipe.cache.n_layers, self.recipe.cache.layer_ids
         )
 
-    def is_done(self, stage: str, fingerprint: str) -> bool:
-        """Whether the stage has finished with this fingerprint; says so.
+    def is_done(self, stage: str, fingerprint: str, whole: Callable[[], bool]) -> bool:
+        """Whether the stage has finished with this fingerprint and its output is still all there; says so.
+
+        Args:
+            stage: name.
+            fingerprint: of what this run would make.
+            whole: a cheap look at the output; if something has gone, the stage is not done and makes it again.
 
         Raises:
             FingerprintMismatch: the folder holds this stage's output under another one.
@@ -82,6 +87,9 @@ class Run:
                 f"{status['fingerprint'][:12]}…, this run has {fingerprint[:12]}…); use another run folder, or remove "
                 f"{self.folder.path / 'status'}/{stage}.json and what the stage made"
             )
+        if not whole():
+            self.say(f"{stage}: was done, but part of its output is missing or damaged; making that again")
+            return False
         self.say(f"{stage}: already done ({_brief(status['summary'])}), nothing to do")
         return True
 
@@ -97,7 +105,12 @@ class Run:
         file = folder / "identity.json"
         plain: dict[str, Any] = json.loads(canonical_json(identity))
         if not create_once(file, canonical_json(plain).encode()):
-            found = json.loads(file.read_bytes())
+            found = _read_object(file)
+            if found is None:
+                raise PipelineError(
+                    f"{file} is damaged: expected a JSON object with the settings that made {folder}. Remove that "
+                    f"folder to run stage {stage} anew, or restore the file"
+                )
             lines = list(_differences("", found, plain))
             if lines:
                 raise FingerprintMismatch(
@@ -115,6 +128,15 @@ class Run:
         seconds = time.monotonic() - started
         self.folder.finish(name, fingerprint, seconds, summary)
         self.say(f"{name}: done in {seconds:.0f} s ({_brief(summary)})")
+
+
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """A JSON object, or None when the file is missing, damaged, or holds something else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _brief(summary: dict[str, Any]) -> str:
@@ -179,7 +201,7 @@ def run_generate(run: Run) -> None:
     )
     parts = plan_parts(found.conversations, recipe.generate.part_samples)
     create_responses(folder, identity, len(parts), len(found.conversations))
-    if run.is_done("generate", identity.fingerprint()):
+    if run.is_done("generate", identity.fingerprint(), lambda: len(committed_parts(folder)) == len(parts)):
         return
     write_rejects(folder / "rejects.parquet", found.rejects)
     run.say(
@@ -312,7 +334,7 @@ def run_extract(run: Run) -> None:
         identity,
         plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token, recipe.cache.shard_bytes),
     )
-    if run.is_done("extract", identity.fingerprint()):
+    if run.is_done("extract", identity.fingerprint(), lambda: set(plan.shards()) <= set(committed_shards(folder))):
         return
     with run.stage("extract", identity.fingerprint()) as summary:
         have = set(committed_shards(folder))
@@ -350,6 +372,10 @@ def _cache_summary(folder: Path, guard: _QuarantineGuard) -> dict[str, Any]:
     from cache_schema.reader import FeatureCache
 
     cache = FeatureCache.open(folder, require_complete=True)
+    if len(cache) == 0:
+        raise PipelineError(
+            f"{folder} holds no sample: all {len(cache.plan)} are in the ledger, {_first_reasons(cache.ledger())}"
+        )
     guard.quarantined = sum(row["reason"] == "non_finite" for row in cache.ledger())
     guard.require()
     markers = cache.markers.values()
@@ -407,7 +433,7 @@ def run_train(run: Run) -> None:
 
     recipe = run.recipe
     job = train_job(run)
-    if run.is_done("train", job.fingerprint):
+    if run.is_done("train", job.fingerprint, lambda: _final_checkpoint(run, job) is not None):
         return
     cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
     plan = StepPlan(cache.sample_ids, recipe.train, recipe.seed)
@@ -445,10 +471,23 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     rows = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:  # the last line of a killed run
             continue
+        if isinstance(row, dict) and "kind" in row:
+            rows.append(row)
     return rows
+
+
+def _final_checkpoint(run: Run, job: Any) -> Path | None:
+    """The checkpoint of the last step, or None when training has not come so far or the checkpoint is damaged."""
+    from stages import checkpoint
+
+    status = run.folder.done("train")
+    newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+    if status is None or newest is None or newest[1].step != status["summary"].get("steps"):
+        return None
+    return newest[0]
 
 
 def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
@@ -461,14 +500,15 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
     from stages.drafter import Drafter
     from stages.train import make_spec
 
-    newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
-    if newest is None or run.folder.done("train") is None:
+    folder = _final_checkpoint(run, job)
+    if folder is None:
         raise PipelineError(
-            f"{run.folder.train} has no finished drafter; run the train stage first, it goes on where it stopped"
+            f"{run.folder.train} has no intact checkpoint of the last step; run the train stage, it goes on where it "
+            "stopped"
         )
     drafter = Drafter(make_spec(job.target, job.drafter, job.identity.layer_ids))
-    checkpoint.load_weights(newest[0], drafter)
-    return drafter, json.loads((newest[0] / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]
+    checkpoint.load_weights(folder, drafter)
+    return drafter, json.loads((folder / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]
 
 
 # --- evaluate -----------------------------------------------------------------------------------------
@@ -495,7 +535,7 @@ def run_evaluate(run: Run) -> None:
         "prompts_sha256": prompts_sha256(found.conversations),
     }
     fingerprint = run.pin("evaluate", folder, made_of)
-    if run.is_done("evaluate", fingerprint):
+    if run.is_done("evaluate", fingerprint, lambda: _read_object(folder / "results.json") is not None):
         return
     _require_unseen(run, found.conversations)
     prompts = [
@@ -563,20 +603,21 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     tallies = {name: Tally(drafter.spec.block_size) for name in drafters}
     rows_dir = run.folder.evaluate / "prompts"
     rows_dir.mkdir(exist_ok=True)
-    have = [p for p in prompts if _row_file(rows_dir, p.sample_id).exists()]
+    finished = {p.sample_id: _finished_row(_row_file(rows_dir, p.sample_id), drafters) for p in prompts}
+    have = [s for s, rows in finished.items() if rows is not None]
     _say_resume(run, "evaluate", len(have), len(prompts), "prompts")
     if len(have) < len(prompts):
         warm_up(target, drafters, prompts[0], stop_ids)
     with Progress(len(prompts), "prompts", "evaluate", done=len(have)) as progress:
         for prompt in prompts:
-            file = _row_file(rows_dir, prompt.sample_id)
-            if not file.exists():
+            rows = finished[prompt.sample_id]
+            if rows is None:
                 rows = evaluate_prompt(
                     target, drafters, prompt, max_new_tokens=config.max_new_tokens, stop_ids=stop_ids
                 )
-                write_atomic(file, json.dumps(rows).encode())
+                write_atomic(_row_file(rows_dir, prompt.sample_id), json.dumps(rows).encode())
                 progress.update(1)
-            for name, row in json.loads(file.read_bytes()).items():
+            for name, row in rows.items():
                 tallies[name].rows.append(row)
     return {
         "block_size": drafter.spec.block_size,
@@ -587,11 +628,31 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     }
 
 
+def _finished_row(file: Path, names: Any) -> dict[str, Any] | None:
+    """A prompt's rows by drafter, or None when it has to be decoded (again)."""
+    rows = _read_object(file)
+    whole = rows is not None and rows.keys() == set(names) and all(isinstance(r, dict) for r in rows.values())
+    return rows if whole else None
+
+
 def _row_file(folder: Path, sample_id: str) -> Path:
     return folder / f"{sha256_json(sample_id)[:32]}.json"
 
 
 # --- export -------------------------------------------------------------------------------------------
+
+
+def _is_exported(run: Run) -> bool:
+    """Whether the exported folder is what export wrote: it reads, and its weights have the recorded hash."""
+    from cache_schema.identity import sha256_file
+    from stages.checkpoint_format import CheckpointError, check_folder
+
+    status, folder = run.folder.done("export"), run.folder.export
+    try:
+        check_folder(folder)
+    except CheckpointError:
+        return False
+    return status is not None and status["summary"].get("sha256") == sha256_file(folder / "model.safetensors")
 
 
 def run_export(run: Run) -> None:
@@ -602,14 +663,12 @@ def run_export(run: Run) -> None:
     """
     from cache_schema.identity import sha256_file
     from pipeline.model_card import model_card
-    from stages.checkpoint_format import check_folder
     from stages.export import export_drafter
 
     job = train_job(run)
     drafter, weights_sha256 = trained_drafter(run, job)
     fingerprint = sha256_json({"weights_sha256": weights_sha256, "train": job.fingerprint})
-    if run.folder.export.exists() and run.is_done("export", fingerprint):
-        check_folder(run.folder.export)
+    if run.is_done("export", fingerprint, lambda: _is_exported(run)):
         return
     with run.stage("export", fingerprint) as summary:
         card = model_card(run.recipe, drafter.spec, job, run.folder)
@@ -618,7 +677,7 @@ def run_export(run: Run) -> None:
         summary |= {
             "tensors": len(dict(drafter.named_parameters())),
             "bytes": weights.stat().st_size,
-            "sha256": sha256_file(weights)[:16],
+            "sha256": sha256_file(weights),
             "folder": str(run.folder.export),
         }
 

@@ -26,6 +26,7 @@ from stages.prompts import to_prompt
 from stages.target import Target, load_target
 
 PROMPT_TOO_LONG, ANSWER_TOO_SHORT, TURN_REFUSED = "prompt_too_long", "answer_too_short", "turn_refused"
+UNANSWERED = "unanswered_turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,7 @@ class GenerateWorker:
                             template_kwargs=self.job.target.chat_template_kwargs)
         limit = self.job.max_prompt_tokens
         if len(ids) > limit:
-            detail = f"{len(ids)} tokens, at most {limit} allowed (prompts.max_prompt_tokens)"
-            raise SampleRefused(PROMPT_TOO_LONG, detail)
+            raise SampleRefused(PROMPT_TOO_LONG, _too_long(len(ids), limit))
         return ids
 
     def _response(
@@ -128,13 +128,24 @@ class GenerateWorker:
                 continue
             ledger += [_row(conversation.sample_id + t.suffix, TURN_REFUSED, f"{t.reason}: {t.detail}")
                        for t in given.refused]
+            if conversation.messages[-1]["role"] != "assistant":
+                ledger.append(_row(conversation.sample_id + "#unanswered", UNANSWERED,
+                                   "what follows the last given answer is left out"))
             for sample in given.samples:
+                sample_id, limit = conversation.sample_id + sample.suffix, self.job.max_prompt_tokens
+                if len(sample.prompt_ids) > limit:
+                    ledger.append(_row(sample_id, PROMPT_TOO_LONG, _too_long(len(sample.prompt_ids), limit)))
+                    continue
                 found.append(Response(
-                    conversation.sample_id + sample.suffix, [dict(m) for m in conversation.messages],
+                    sample_id, [dict(m) for m in conversation.messages],
                     np.array(sample.prompt_ids, np.int32), np.array(sample.response_ids, np.int32), sample.loss_mask,
                     "given", conversation.category, {"mode": "keep"},
                 ))
         return found
+
+
+def _too_long(n_tokens: int, limit: int) -> str:
+    return f"{n_tokens} tokens, at most {limit} allowed (prompts.max_prompt_tokens)"
 
 
 def _row(sample_id: str, reason: str, detail: str) -> dict[str, str]:

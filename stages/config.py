@@ -61,6 +61,10 @@ def _require(ok: bool, name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{name} is {value!r}, but {rule}")
 
 
+def _require_threads(stage: str, threads: int | None) -> None:
+    _require(threads is None or threads > 0, f"{stage}.threads", threads, "it must be above 0, or absent")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:
     """The model whose answers the drafter learns to foresee."""
@@ -105,7 +109,7 @@ class PromptsConfig:
 
     sources: tuple[SourceConfig, ...] = identity()
     max_prompt_tokens: int = identity(2048)
-    """Longer prompts are rejected, with a row in the rejects table."""
+    """Longer prompts are dropped, with a row in their part's ledger (tokens are known only in generate)."""
     max_bad_share: float = execution(0.5)
     """A source with a larger share of rejected rows stops the run."""
 
@@ -144,6 +148,7 @@ class GenerateConfig:
         _require(self.part_samples > 0, "generate.part_samples", self.part_samples, "it must be above 0")
         _require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
         _require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
+        _require_threads("generate", self.threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +190,7 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         _require(self.batch_tokens > 0, "extract.batch_tokens", self.batch_tokens, "it must be above 0")
         _require(self.workers > 0, "extract.workers", self.workers, "it must be above 0")
+        _require_threads("extract", self.threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +220,7 @@ class TrainConfig:
     anchors: int = identity(512)
     """Anchors per sample and epoch, at most."""
     gamma: float | None = identity(None)
-    """Decay of the position weights; None takes 7, 5, 4 for B = 16, 10, 8 (B/2 − 1 rounded up otherwise)."""
+    """Decay of the position weights; None takes 7, 5, 4 for B = 16, 10, 8 (B/2 − 1 otherwise, at least 1)."""
     lr: float = identity(6e-4)
     weight_decay: float = identity(0.0)
     beta1: float = identity(0.9)
@@ -246,6 +252,7 @@ class TrainConfig:
     log_every: int = execution(10)
 
     def __post_init__(self) -> None:
+        _require_threads("train", self.threads)
         for name in ("anchors", "lr", "epochs", "batch_samples", "micro_samples", "workers", "checkpoint_every",
                      "heldout_every", "keep_checkpoints", "log_every", "clip"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "it must be above 0")
@@ -268,6 +275,7 @@ class EvaluateConfig:
     threads: int | None = execution(None)
 
     def __post_init__(self) -> None:
+        _require_threads("evaluate", self.threads)
         _require(len(self.sources) > 0, "evaluate.sources", self.sources, "at least one source is needed")
         _require(self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from cache_schema.errors import DFlashError
 from cache_schema.identity import sha256_file
 from cache_schema.marker import committed_shards
 from cache_schema.responses import ResponsesTable
@@ -207,7 +208,13 @@ def test_recipe_for_another_target_than_the_cache(home: Path, undisturbed: Path)
     ],
 )
 def test_bad_input_is_one_clear_message(
-    home: Path, tmp_path: Path, settings: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    settings: list[str],
+    code: int,
+    words: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (home / "empty.jsonl").touch()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -216,7 +223,7 @@ def test_bad_input_is_one_clear_message(
     for setting in settings:
         command += ["--set", setting]
     if stage == "extract":
-        shutil.copytree(home / "undisturbed" / "responses", tmp_path / "run" / "responses")
+        shutil.copytree(request.getfixturevalue("undisturbed") / "responses", tmp_path / "run" / "responses")
     done = dflash(*command)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
@@ -315,3 +322,75 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
     assert again.returncode == 0, again.stderr
     assert verify_cache(run / "cache").ok
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_finished_stage_whose_output_has_gone_makes_it_again(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+    from pipeline.recipe import load_recipe
+
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    (folder / "responses" / "commits" / "part-00003.json").unlink()
+    (folder / "cache" / "commits" / "shard-00002.json").unlink()
+    damage(max((folder / "train" / "checkpoints").glob("step-*")) / "model.safetensors")
+    (folder / "evaluate" / "results.json").unlink()
+    next((folder / "evaluate" / "prompts").iterdir()).write_text("{}")
+    damage(folder / "export" / "model.safetensors")
+    lines: list[str] = []
+    for name in ("evaluate", "export"):  # an earlier checkpoint is no stand-in for the final one
+        with pytest.raises(DFlashError, match=r"responses|last step"):
+            STEPS[name](Run(load_recipe(home / "r.yaml", [f"run={folder}"]), lines.append))
+    for stage in STEPS.values():
+        stage(Run(load_recipe(home / "r.yaml", [f"run={folder}"]), lines.append))
+    again = [line.split(":")[0] for line in lines if "making that again" in line]
+    assert again == list(STEPS)
+    assert equal_caches(folder / "cache", undisturbed / "cache") == []
+    assert final_weights(folder) == final_weights(undisturbed)
+    results = json.loads((folder / "evaluate" / "results.json").read_text())["drafters"]["trained"]
+    assert results["prompts"] == results["identical"] == 3
+    exported = [sha256_file(r / "export" / "model.safetensors") for r in (folder, undisturbed)]
+    assert exported[0] == exported[1]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("file", "content", "stage"),
+    [
+        ("train/identity.json", "", "train"),
+        ("evaluate/identity.json", "{", "evaluate"),
+        ("status/train.json", "[]", "train"),
+        ("status/export.json", "5", "export"),
+    ],
+)
+def test_damaged_small_files_are_named(
+    home: Path, undisturbed: Path, tmp_path: Path, file: str, content: str, stage: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    (run / file).write_text(content)
+    done = dflash(stage, home / "r.yaml", "--set", f"run={run}")
+    assert done.returncode == 1, done.stderr
+    assert file in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_where_the_run_folder_belongs(home: Path) -> None:
+    done = dflash("generate", home / "r.yaml", "--set", f"run={home / 'train.jsonl'}")
+    assert done.returncode == 1
+    assert "train.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["extract.threads=0", "seed=99999999999999999999999", "evaluate.threads=-1"])
+def test_settings_that_no_run_could_use(home: Path, setting: str) -> None:
+    done = dflash("plan", home / "r.yaml", "--set", setting)
+    assert done.returncode == 2, done.stderr
+    assert setting.split("=")[0] in done.stderr
