@@ -7,7 +7,7 @@ restarts sees the same steps. A step is a list of sample ids; rank r of W takes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -116,15 +116,21 @@ def to_tensor(sample: CachedSample) -> torch.Tensor:
 
 def prefetch(
     plan: StepPlan, reader: SampleReader, *, start: int, stop: int, rank: int, world: int
-) -> Iterator[tuple[Step, list[TrainingSample]]]:
+) -> Generator[tuple[Step, list[TrainingSample]], None, None]:
     """Steps `start` … `stop − 1` with a rank's samples; the next step is read while this one is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
-        def submit(index: int) -> Future[tuple[Step, list[TrainingSample]]]:
-            step = plan.step(index)
-            return pool.submit(lambda: (step, reader.read_step(step, rank, world)))
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
 
+    def submit(index: int) -> Future[tuple[Step, list[TrainingSample]]]:
+        step = plan.step(index)
+        return pool.submit(lambda: (step, reader.read_step(step, rank, world)))
+
+    try:
         waiting = submit(start) if start < stop else None
         for index in range(start, stop):
             current, waiting = waiting, submit(index + 1) if index + 1 < stop else None
             if current is not None:
                 yield current.result()
+    finally:
+        # Never wait here: an iterator that was given up may be finalized by the garbage collector in any thread,
+        # zarr's own event loop included, and the reading thread may be waiting for just that loop.
+        pool.shutdown(wait=False, cancel_futures=True)

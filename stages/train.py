@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,15 @@ class Trainer:
     """
 
     def __init__(
-        self, drafter: Drafter, ends: FrozenEnds, plan: StepPlan, reader: SampleReader, config: TrainConfig,
-        folder: Path, fingerprint: str, world: World | None = None,
+        self,
+        drafter: Drafter,
+        ends: FrozenEnds,
+        plan: StepPlan,
+        reader: SampleReader,
+        config: TrainConfig,
+        folder: Path,
+        fingerprint: str,
+        world: World | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.drafter, self.ends, self.plan, self.reader = drafter, ends, plan, reader
@@ -162,9 +170,10 @@ class Trainer:
             self._look_at_heldout(0)
         rank, world = self.world.rank, self.world.size
         steps = prefetch(self.plan, self.reader, start=done, stop=self.plan.n_steps, rank=rank, world=world)
-        for step, samples, waited_s in _timed(steps):
-            self._train_step(step, samples, waited_s)
-            self._after_step(step)
+        with closing(steps):
+            for step, samples, waited_s in _timed(steps):
+                self._train_step(step, samples, waited_s)
+                self._after_step(step)
         return checkpoint.step_folder(self.checkpoints, self.plan.n_steps)
 
     def _resume(self) -> int:
@@ -179,8 +188,10 @@ class Trainer:
 
     def _train_step(self, step: Step, samples: list[TrainingSample], waited_s: float) -> None:
         spec, size = self.drafter.spec, self.config.micro_samples
-        batches = [make_batch(samples[i : i + size], spec.block_size, spec.mask_token_id).to(self.world.device)
-                   for i in range(0, len(samples), size)]
+        batches = [
+            make_batch(samples[i : i + size], spec.block_size, spec.mask_token_id).to(self.world.device)
+            for i in range(0, len(samples), size)
+        ]
         weight = torch.stack([batch_weight(b, self.weights_B) for b in batches]).sum() if batches else torch.zeros(())
         total_weight = float(self.world.total(weight.to(self.world.device).double()))
         rate = learning_rate(step.index, self.plan.n_steps, self.config)
@@ -242,8 +253,10 @@ class Trainer:
     def _look_at_heldout(self, done: int) -> None:
         spec = self.drafter.spec
         samples = [s for s in (self.reader.read(i, 0, HELDOUT_ANCHORS) for i in self.plan.heldout) if s is not None]
-        batches = [make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
-                   for i in range(0, len(samples), HELDOUT_BATCH)]
+        batches = [
+            make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
+            for i in range(0, len(samples), HELDOUT_BATCH)
+        ]
         outcomes = [self._forward(b) for b in batches]
         if not outcomes:
             return
@@ -251,8 +264,16 @@ class Trainer:
         counts = [o.slot_counts() for o in outcomes]
         right, seen = sum(c[0] for c in counts), sum(c[1] for c in counts)
         loss = sum(float(o.loss_sum) for o in outcomes) / sum(float(o.weight_sum) for o in outcomes)
-        self._log({"kind": "heldout", "step": done, "loss": loss, "tau": tau, "samples": n,
-                   "accuracy": _shares(torch.as_tensor(right), torch.as_tensor(seen))})
+        self._log(
+            {
+                "kind": "heldout",
+                "step": done,
+                "loss": loss,
+                "tau": tau,
+                "samples": n,
+                "accuracy": _shares(torch.as_tensor(right), torch.as_tensor(seen)),
+            }
+        )
 
     def _log(self, row: dict[str, Any]) -> None:
         if not self._is_chief():
@@ -294,9 +315,18 @@ class _Window:
         packed = world.total(torch.cat([self.correct, self.seen, tokens]).to(world.device)).cpu()
         n = self.block_size - 1
         elapsed, steps = time.perf_counter() - self.opened, max(1, self.steps)
-        row = {"kind": "step", "step": done, "epoch": epoch, "loss": self.loss / steps, "lr": self.rate,
-               "grad_norm": self.norm / steps, "accuracy": _shares(packed[:n], packed[n : 2 * n]),
-               "tokens_per_s": float(packed[-1]) / elapsed, "data_wait_s": self.waited_s / steps, "skipped": skipped}
+        row = {
+            "kind": "step",
+            "step": done,
+            "epoch": epoch,
+            "loss": self.loss / steps,
+            "lr": self.rate,
+            "grad_norm": self.norm / steps,
+            "accuracy": _shares(packed[:n], packed[n : 2 * n]),
+            "tokens_per_s": float(packed[-1]) / elapsed,
+            "data_wait_s": self.waited_s / steps,
+            "skipped": skipped,
+        }
         self._clear()
         return row
 

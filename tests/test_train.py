@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from cache_schema.reader import FeatureCache
 from stages import checkpoint
 from stages.batch import TrainingSample, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
-from stages.dataset import SampleReader, StepPlan, prefetch
+from stages.dataset import SampleReader, Step, StepPlan, prefetch
 from stages.drafter import Drafter
 from stages.errors import TrainingError
 from stages.objective import heldout_tau
@@ -453,3 +455,23 @@ def tau_on(trainer: Trainer, names: list[str]) -> float:
     tau, n = heldout_tau([trainer._forward(batch)], [batch])
     assert n == len(names)
     return tau
+
+
+def test_an_iterator_that_is_given_up_waits_for_nobody(cache: FeatureCache) -> None:
+    """It may be finalized in the very thread that the reading thread waits for."""
+    go_on = threading.Event()
+
+    class Slow(SampleReader):
+        def read_step(self, step: Step, rank: int, world: int) -> list[TrainingSample]:
+            if step.index:
+                go_on.wait(30)
+            return []
+
+    config = TrainConfig(epochs=2, batch_samples=2, heldout_share=0.0)
+    plan = StepPlan(cache.sample_ids, config, seed=0)
+    steps = prefetch(plan, Slow(cache, config, 0), start=0, stop=plan.n_steps, rank=0, world=1)
+    next(steps)
+    began = time.monotonic()
+    steps.close()
+    assert time.monotonic() - began < 5
+    go_on.set()
