@@ -11,7 +11,6 @@ positions. Source: specification, section 4.
 
 from __future__ import annotations
 
-import inspect
 import time
 from dataclasses import dataclass, field
 
@@ -59,8 +58,7 @@ class TargetSession:
         self.target = target
         self.tap = FeatureTap(target, layer_ids) if layer_ids else None
         self.cache = _croppable_cache(target)
-        parameters = inspect.signature(target.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = target.cache_argument
 
     def forward(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Append tokens; returns their states after the final norm [T, D] and their features [T, L, D]."""

@@ -9,7 +9,6 @@ eos, and eos may stand inside a multi-turn prompt.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,8 +86,7 @@ class _Batch:
         self.mask_ST = mask_ST
         self.new_ST = ids_ST
         self.positions_ST = (mask_ST.cumsum(dim=1) - 1).clamp(min=0)
-        parameters = inspect.signature(target.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = target.cache_argument
 
     def step(self) -> torch.Tensor:
         """Logits [S, V] behind the last token of every row, float32."""

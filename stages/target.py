@@ -8,6 +8,7 @@ weights that the checkpoint lacks, a head that is not the one the target answers
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
+
+    @property
+    def cache_argument(self) -> str:
+        """What this version of transformers calls the KV cache in the decoder's forward pass."""
+        return "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
 
 
 def shape_of(config: Any) -> TargetShape:
