@@ -2,9 +2,10 @@
 
 Legend of shapes: T tokens, L feature layers, D hidden size.
 
-Features are looked at as 16-bit patterns, in blocks of rows, so memory stays bounded whatever the sample's
-length: bfloat16 has no numpy type, and for both 16-bit types the bits alone tell what is asked here: all
-exponent bits set is an infinity or NaN, nothing but the sign set is a zero, and equal bits are equal values.
+Values are looked at as bit patterns, in blocks of rows, so memory stays bounded whatever the sample's length:
+bfloat16 and float8 have no numpy type, and the bits alone tell what is asked here: all exponent bits set is an
+infinity or NaN, nothing but the sign set is a zero, and equal bits are equal values (for quantised features:
+equal codes under equal scales).
 """
 
 from __future__ import annotations
@@ -17,22 +18,29 @@ from numpy.typing import NDArray
 
 from cache_schema.errors import CacheError, ShardCorrupt, ShardRefused
 
-_BLOCK_VALUES = 1 << 20
-_EXPONENT = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
-_MAGNITUDE = np.uint16(0x7FFF)
+_BLOCK_VALUES = 1 << 18
+# Bits of a stored value without its sign; a value whose other bits reach the second number is NaN or infinite.
+_BITS: dict[str, tuple[Any, Any]] = {
+    "bfloat16": (np.uint16(0x7FFF), np.uint16(0x7F80)),
+    "float16": (np.uint16(0x7FFF), np.uint16(0x7C00)),
+    "float8_e4m3fn": (np.uint8(0x7F), np.uint8(0x7F)),
+    "float32": (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)),
+}
 
 
-def non_finite(features: NDArray[np.generic], dtype: str) -> bool:
+def non_finite(values: NDArray[np.generic], dtype: str) -> bool:
     """Whether any value is NaN or infinite (case 5: the caller quarantines that sample).
 
     Args:
-        features: any shape, uint16 (bit patterns) or float16.
-        dtype: what the bits mean, `bfloat16` or `float16`.
+        values: any shape, as stored.
+        dtype: what the bits mean: a feature type, or `float32` (scales). Codes of int8 are always finite.
     """
-    if dtype not in _EXPONENT:
-        raise CacheError(f"features are {dtype!r}; this version checks {sorted(_EXPONENT)}")
-    exponent = _EXPONENT[dtype]
-    return any(bool(((block & exponent) == exponent).any()) for block in _blocks(features))
+    if dtype == "int8":
+        return False
+    if dtype not in _BITS:
+        raise CacheError(f"values are {dtype!r}; this version checks {sorted(_BITS)}")
+    magnitude, limit = _BITS[dtype]
+    return any(bool((block & magnitude).max() >= limit) for block in _blocks(values) if block.size)
 
 
 class LayerCheck:
@@ -45,24 +53,30 @@ class LayerCheck:
     is in all of them and there are at least two.
     """
 
-    def __init__(self, shard: str, layer_ids: Sequence[int]):
+    def __init__(self, shard: str, layer_ids: Sequence[int], dtype: str = "bfloat16"):
         self._shard = shard
+        self._magnitude = np.uint8(0xFF) if dtype == "int8" else _BITS[dtype][0]
         self._layers = tuple(layer_ids)
         n = len(self._layers)
         self._short = 0
         self._short_zero = np.ones(n, bool)
         self._short_equal = np.ones((n, n), bool)
 
-    def add(self, sample_id: str, features_TLD: NDArray[np.generic]) -> None:
+    def add(
+        self, sample_id: str, features_TLD: NDArray[np.generic], scale_TLG: NDArray[np.generic] | None = None
+    ) -> None:
         """Look at one sample.
 
         Args:
-            features_TLD: [T, L, D], uint16 bit patterns or float16.
+            features_TLD: [T, L, D] as stored.
+            scale_TLG: [T, L, G] float32 of quantised features.
 
         Raises:
             ShardRefused: names layer(s), sample and shard.
         """
-        zero, equal = _zero_layers(features_TLD), _equal_layers(features_TLD)
+        zero, equal = _zero_layers(features_TLD, self._magnitude), _equal_layers(features_TLD)
+        if scale_TLG is not None and equal.any():
+            equal &= _equal_layers(scale_TLG)
         if len(features_TLD) == 1:
             self._short += 1
             self._short_zero &= zero
@@ -97,10 +111,10 @@ def _list(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _zero_layers(features_TLD: NDArray[np.generic]) -> NDArray[np.bool_]:
+def _zero_layers(features_TLD: NDArray[np.generic], magnitude: np.generic) -> NDArray[np.bool_]:
     zero = np.ones(features_TLD.shape[1], bool)
     for block in _blocks(features_TLD):
-        zero &= ~(block & _MAGNITUDE).any(axis=(0, 2))
+        zero &= ~(block & magnitude).any(axis=(0, 2))
         if not zero.any():
             break
     return zero
@@ -117,9 +131,9 @@ def _equal_layers(features_TLD: NDArray[np.generic]) -> NDArray[np.bool_]:
     return equal
 
 
-def _blocks(features: NDArray[np.generic]) -> Iterator[NDArray[np.uint16]]:
+def _blocks(values: NDArray[np.generic]) -> Iterator[NDArray[Any]]:
     """Bit patterns in blocks of rows; the first block is one row, which settles most layers at once."""
-    bits = features.view(np.uint16)
+    bits = values.view(f"u{values.itemsize}")
     rows = max(1, _BLOCK_VALUES // max(1, bits[:1].size))
     yield bits[:1]
     for start in range(1, len(bits), rows):

@@ -11,6 +11,8 @@ import os
 import secrets
 from pathlib import Path
 
+TEMPORARY_SUFFIX = ".tmp"
+
 
 def fsync_file(path: Path) -> None:
     """Force a file's bytes to the disk."""
@@ -90,7 +92,7 @@ def create_once(path: Path, data: bytes) -> bool:
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -103,14 +105,23 @@ def _write_temporary(path: Path, data: bytes) -> Path:
 
 
 def is_storage_fault(error: OSError) -> bool:
-    """Whether the disk is full, over quota, read-only or not ours: a fault that trying again does not mend."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    """Whether the disk is full, over quota, read-only or not ours, or an object store is away or refuses us: a
+    fault that trying again does not mend."""
+    disk = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    return error.errno in disk or (_is_object(error) and error.errno in (errno.EHOSTUNREACH, errno.EPROTO))
 
 
 def storage_text(error: OSError) -> str:
     """Such a fault in words, with what to do."""
     where = error.filename or "while writing"
+    remedy = "make room (or mend the folder's rights)"
+    if _is_object(error):
+        remedy = "see that the store is up, its address right, and the credentials (environment or profile) valid"
     return (
-        f"{error.strerror}: {where}. Nothing half-written was kept; make room (or mend the folder's rights) and "
-        "run the same command again, it goes on where it stopped"
+        f"{error.strerror}: {where}. Nothing half-written was kept; {remedy} and run the same command again, it goes "
+        "on where it stopped"
     )
+
+
+def _is_object(error: OSError) -> bool:
+    return "://" in str(error.filename)

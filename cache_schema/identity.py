@@ -117,6 +117,8 @@ class CacheIdentity(_Identity):
     """Hub id or name of the target."""
     target_revision: str | None
     target_weights_sha256: str
+    target_dtype: str
+    """What the target computed in."""
     tokenizer_sha256: str
     chat_template_sha256: str
     layer_ids: tuple[int, ...]
@@ -124,9 +126,11 @@ class CacheIdentity(_Identity):
     layer_convention: str
     """What "the feature of layer i" means, in words."""
     feature_dtype: str
-    """`bfloat16` or `float16`."""
+    """`bfloat16`, `float16`, `float8_e4m3fn` or `int8`."""
+    feature_bits: int | None = None
+    """Bits of a code, 4 to 8; only for int8."""
     feature_group: int | None = None
-    """Channels that share a scale; only for quantised features."""
+    """Channels that share a scale; only for float8 and int8, where None means all of them."""
     last_hidden: bool
     """Whether the state after the target's final norm is stored too."""
     max_length: int

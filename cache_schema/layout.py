@@ -1,39 +1,42 @@
-"""The Zarr v3 group of a shard: which arrays it has, how they are stored, and their object on disk.
+"""The Zarr v3 group of a shard: which arrays it has, how they are stored, and their metadata.
 
-Every array is one object through the `sharding_indexed` codec, inner chunks of 64 rows along axis 0, inner
-codecs `bytes` and `crc32c`. Three choices need a reason:
+Every array is one object through the `sharding_indexed` codec: inner chunks of 64 rows along axis 0, each with its
+CRC-32C, end to end in order, and then an index of their places (pairs of offset and size, uint64) with a CRC of
+its own. We write and read this layout ourselves (`array_writer`, `array_reader`); every Zarr v3 implementation
+reads it too. Three choices need a reason:
 
-- zarr-python leaves out chunks that equal the fill value, and readers take a chunk that is not there for
-  zeros. A whole object would be missing when every value is 0, as damage looks too; so empty chunks are
-  written.
-- bfloat16 is stored as its bits in uint16, with the attribute `"dtype": "bfloat16"`: zarr-python has no such type.
+- A chunk that is not stored reads as the fill value, and so would a missing object. So all chunks are stored,
+  also those that hold nothing but zeros, and the marker knows each object's size.
+- bfloat16 and float8 are stored as unsigned integers of their width, with the attribute `"dtype"`: zarr-python and
+  zarrs have no such types.
 - `sample_id` is UTF-8 padded with NUL in a uint8 array [samples, width], with attributes that say so. The
   fixed-length text type of zarr-python has no Zarr v3 specification (it warns that others may be unable to
   read it, and that its form may change).
+
+Source: the Zarr v3 core specification and its `sharding_indexed` codec, version 1.0.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.codecs import Crc32cCodec
 
-from cache_schema.errors import CacheError, ShardCorrupt
+from cache_schema.codec import CRC_BYTES, ChunkCodec
 from cache_schema.identity import CacheIdentity
+from cache_schema.quantized import FeatureFormat
 
 CHUNK_ROWS = 64
 """Rows of an inner chunk: tokens, or samples for `offsets` and `sample_id`."""
-STORED_DTYPE = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
-"""How a feature type is stored."""
-
-_CHECK_ROWS = 4096
+GROUP_JSON = "zarr.json"
+PER_SAMPLE = ("offsets", "sample_id")
+"""Arrays whose rows are samples; the rows of all others are tokens."""
+PLAIN = ChunkCodec()
+_BITS_ONLY = ("bfloat16", "float8_e4m3fn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +50,81 @@ class ArraySpec:
     row_shape: tuple[int, ...]
     """Shape without axis 0."""
     attributes: dict[str, Any]
+    codec: ChunkCodec = PLAIN
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row before compression."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.stored.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of an inner chunk before compression."""
+        return CHUNK_ROWS * self.row_bytes
+
+    @property
+    def key(self) -> str:
+        """Where the array's one object lies in the group: `features/c/0/0/0`."""
+        return f"{self.name}/{object_key(1 + len(self.row_shape))}"
+
+    @property
+    def metadata_key(self) -> str:
+        """Where the array's metadata lies in the group."""
+        return f"{self.name}/{GROUP_JSON}"
+
+    def metadata(self, rows: int) -> bytes:
+        """The array's `zarr.json`."""
+        sharding = {
+            "chunk_shape": [CHUNK_ROWS, *self.row_shape],
+            "codecs": self.codec.metadata(self.stored.itemsize),
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        grid = {"chunk_shape": [max(1, n_chunks(rows)) * CHUNK_ROWS, *self.row_shape]}
+        body = {
+            "shape": [rows, *self.row_shape],
+            "data_type": str(self.stored),
+            "chunk_grid": {"name": "regular", "configuration": grid},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": 0.0 if self.stored.kind == "f" else 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": self.attributes,
+            "zarr_format": 3,
+            "node_type": "array",
+            "storage_transformers": [],
+        }
+        return (json.dumps(body, indent=2) + "\n").encode()
 
 
-def array_specs(identity: CacheIdentity, hidden_size: int, id_width: int) -> dict[str, ArraySpec]:
+def group_metadata() -> bytes:
+    """The `zarr.json` of a shard's group."""
+    return (json.dumps({"attributes": {}, "zarr_format": 3, "node_type": "group"}, indent=2) + "\n").encode()
+
+
+def array_specs(
+    identity: CacheIdentity, hidden_size: int, id_width: int, codec: ChunkCodec | None = None
+) -> dict[str, ArraySpec]:
     """The arrays of a shard, in the order in which they are written.
+
+    Args:
+        identity: of the cache.
+        hidden_size: D.
+        id_width: bytes of the longest sample id.
+        codec: of features, their scales and `last_hidden`; None stores them as they are.
 
     Raises:
         CacheError: a feature type that this version cannot store.
     """
-    dtype = identity.feature_dtype
-    if dtype not in STORED_DTYPE:
-        raise CacheError(f"cache.dtype is {dtype!r}; this version stores {sorted(STORED_DTYPE)}")
-    stored = STORED_DTYPE[dtype]
-    meaning = {"dtype": dtype} if dtype == "bfloat16" else {}
-    text = {"encoding": "utf-8", "padding": "nul"}
-    specs = [ArraySpec("features", dtype, stored, (len(identity.layer_ids), hidden_size), meaning)]
+    form, codec = feature_format(identity), codec or PLAIN
+    n_layers = len(identity.layer_ids)
+    specs = [_states("features", form, (n_layers, hidden_size), codec)]
+    if form.quantised:
+        shape = (n_layers, form.n_groups(hidden_size))
+        specs.append(ArraySpec("feature_scale", "float32", np.dtype(np.float32), shape, {}, codec))
     if identity.last_hidden:
-        specs.append(ArraySpec("last_hidden", dtype, stored, (hidden_size,), meaning))
+        last = FeatureFormat(dtype=last_hidden_dtype(form.dtype))
+        specs.append(_states("last_hidden", last, (hidden_size,), codec))
+    text = {"encoding": "utf-8", "padding": "nul"}
     specs += [
         ArraySpec("input_ids", "int32", np.dtype(np.int32), (), {}),
         ArraySpec("loss_mask", "uint8", np.dtype(np.uint8), (), {}),
@@ -73,59 +134,38 @@ def array_specs(identity: CacheIdentity, hidden_size: int, id_width: int) -> dic
     return {spec.name: spec for spec in specs}
 
 
-def write_group(path: Path, specs: dict[str, ArraySpec], data: dict[str, NDArray[Any]]) -> None:
-    """Write a shard's group with zarr-python, each array in one go."""
-    group = zarr.create_group(path, zarr_format=3)
-    for name, spec in specs.items():
-        values = data[name]
-        rows = max(1, -(-len(values) // CHUNK_ROWS)) * CHUNK_ROWS
-        array = group.create_array(
-            name,
-            shape=values.shape,
-            dtype=spec.stored,
-            chunks=(CHUNK_ROWS, *spec.row_shape),
-            shards=(rows, *spec.row_shape),
-            compressors=[Crc32cCodec()],
-            fill_value=0,
-            attributes=spec.attributes,
-            config={"write_empty_chunks": True},
-        )
-        if len(values):
-            array[...] = values
+def _states(name: str, form: FeatureFormat, row_shape: tuple[int, ...], codec: ChunkCodec) -> ArraySpec:
+    meaning = {"dtype": form.dtype} if form.dtype in _BITS_ONLY else {}
+    return ArraySpec(name, form.dtype, np.dtype(form.stored), row_shape, meaning, codec)
 
 
-def require_written(path: Path, specs: dict[str, ArraySpec], data: dict[str, NDArray[Any]]) -> None:
-    """Read a group back, every CRC checked, and compare it with what was to be written.
+def feature_format(identity: CacheIdentity) -> FeatureFormat:
+    """How the features of a cache are stored.
 
     Raises:
-        ShardCorrupt: names the array and the rows.
+        CacheError: a type that this version cannot store.
     """
-    group = zarr.open_group(path, mode="r")
-    for name, spec in specs.items():
-        array, expected = group[name], data[name]
-        if not isinstance(array, zarr.Array) or array.shape != expected.shape or array.dtype != spec.stored:
-            raise ShardCorrupt(
-                f"{path}: {name} was written as {array!r}, expected {spec.stored}{list(expected.shape)}; check the disk"
-            )
-        for start in range(0, len(expected), _CHECK_ROWS):
-            rows = slice(start, start + _CHECK_ROWS)
-            try:
-                found: NDArray[Any] = np.asarray(array[rows])
-            except ValueError as error:
-                raise ShardCorrupt(f"{path}: {name} cannot be read back from row {start} on: {error}") from error
-            if found.tobytes() != expected[rows].tobytes():
-                raise ShardCorrupt(f"{path}: {name} reads back differently from row {start} on; check the disk")
+    return FeatureFormat(dtype=identity.feature_dtype, bits=identity.feature_bits, group=identity.feature_group)
+
+
+def last_hidden_dtype(feature_dtype: str) -> str:
+    """Type of `last_hidden`: it is never quantised, since the target's distribution is made from it."""
+    return "float16" if feature_dtype == "float16" else "bfloat16"
+
+
+def n_chunks(rows: int) -> int:
+    """Inner chunks of an array."""
+    return -(-rows // CHUNK_ROWS)
+
+
+def index_bytes(chunks: int) -> int:
+    """Bytes of the index at the end of an array's object."""
+    return 16 * chunks + CRC_BYTES
 
 
 def object_key(ndim: int) -> str:
     """Path of an array's one object below the array's folder: `c/0/0/0` for three axes."""
     return "/".join(["c", *["0"] * ndim])
-
-
-def group_files(path: Path) -> dict[str, int]:
-    """Relative paths (with `/`) and sizes of all files below a folder, sorted."""
-    found = (Path(folder, name) for folder, _, files in os.walk(path) for name in files)
-    return {f.relative_to(path).as_posix(): f.stat().st_size for f in sorted(found)}
 
 
 def encode_ids(sample_ids: Sequence[str]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Names of parts, shards and samples, and where things lie in a run folder."""
+"""Names of parts, shards and samples, and where things lie: keys in a cache, paths in a responses table."""
 
 from __future__ import annotations
 
@@ -40,29 +40,48 @@ def random_tag() -> str:
     return secrets.token_hex(4)
 
 
-def cache_json(cache: Path) -> Path:
-    """Where a cache's identity lies."""
-    return cache / "cache.json"
+CACHE_JSON = "cache.json"
+"""Key of a cache's identity."""
+PLAN = "plan.parquet"
+"""Key of a cache's plan."""
+PLAN_SHA256 = "plan.sha256"
+"""Key of the plan's checksum, as `sha256sum -c` reads it."""
+SHARDS = "shards"
+"""The Zarr groups of a cache, committed or not."""
+COMMITS = "commits"
+"""The commit markers of a cache or of a responses table."""
+EVICTED = "evicted"
+"""Markers of shards that were removed to make room (rolling mode)."""
 
 
-def plan_file(cache: Path) -> Path:
-    """Where a cache's plan lies."""
-    return cache / "plan.parquet"
+def commit_key(shard: str) -> str:
+    """Key of a shard's commit marker."""
+    return f"{COMMITS}/{shard}.json"
 
 
-def shards_dir(cache: Path) -> Path:
-    """The folder of Zarr groups, committed or not."""
-    return cache / "shards"
+def evicted_key(shard: str) -> str:
+    """Key of what is kept of an evicted shard: its marker."""
+    return f"{EVICTED}/{shard}.json"
 
 
-def commits_dir(folder: Path) -> Path:
-    """The folder of commit markers, of a cache or of a responses table."""
-    return folder / "commits"
+def group_key(group: str) -> str:
+    """Prefix of a shard's Zarr group."""
+    return f"{SHARDS}/{group}"
 
 
-def commit_file(folder: Path, name: str) -> Path:
-    """The commit marker of a shard or part."""
-    return commits_dir(folder) / f"{name}.json"
+def group_shard(group: str) -> str:
+    """The shard that a group (`shard-00042.7f3a…`) was written for."""
+    return group.partition(".")[0]
+
+
+def commits_dir(responses: Path) -> Path:
+    """The folder of commit markers of a responses table."""
+    return responses / COMMITS
+
+
+def commit_file(responses: Path, part: str) -> Path:
+    """The commit marker of a part of a responses table."""
+    return commits_dir(responses) / f"{part}.json"
 
 
 def responses_json(responses: Path) -> Path:

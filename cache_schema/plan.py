@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +16,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache_schema import names
-from cache_schema.durable import create_once
 from cache_schema.errors import CacheError
-from cache_schema.identity import canonical_json
+from cache_schema.identity import canonical_json, sha256_bytes
+from cache_schema.storage import Storage
 
 _SCHEMA = pa.schema(
     [
@@ -91,6 +90,10 @@ class ShardPlan:
         """Names of all shards, in order."""
         return [names.shard_name(i) for i in range(self.n_shards)]
 
+    def __contains__(self, shard: str) -> bool:
+        """Whether a shard is planned."""
+        return names.shard_index(shard) < self.n_shards
+
     def samples(self, shard: str) -> list[str]:
         """The ids of a shard's samples, in order.
 
@@ -146,9 +149,18 @@ class ShardPlan:
         digest.update(self._tokens.astype("<i8").tobytes())
         return digest
 
-    def create(self, path: Path) -> bool:
-        """Write the plan if none is there; True if this call did."""
-        return create_once(path, self._to_parquet())
+    def create(self, storage: Storage) -> bool:
+        """Write the plan if none is there; True if this call did.
+
+        Beside it goes `plan.sha256`, as `sha256sum -c` reads it: the checksums inside a Parquet file leave out
+        parts of it. Killed between the two, the next call adds it.
+        """
+        made = storage.create(names.PLAN, self._to_parquet())
+        if not storage.exists(names.PLAN_SHA256):
+            raw = storage.read(names.PLAN)
+            _decode(raw, storage.where(names.PLAN))
+            storage.create(names.PLAN_SHA256, _checksum_line(raw))
+        return made
 
     def _to_parquet(self) -> bytes:
         shard = np.repeat(np.arange(self.n_shards), np.diff(self._bounds))
@@ -160,29 +172,50 @@ class ShardPlan:
         return data
 
     @classmethod
-    def read(cls, path: Path) -> ShardPlan:
+    def read(cls, storage: Storage) -> ShardPlan:
         """The plan that `create` wrote.
 
         Raises:
-            CacheError: the file is missing, damaged, or not a plan.
+            CacheError: it is missing, damaged, or not a plan.
+            OSError: as the storage gave it.
         """
+        where = storage.where(names.PLAN)
         try:
-            table = pq.read_table(pa.BufferReader(path.read_bytes()))
+            raw = storage.read(names.PLAN)
+            recorded = storage.read(names.PLAN_SHA256)
         except FileNotFoundError as error:
-            raise CacheError(f"{path} is missing: the cache has no plan yet; run the extract stage first") from error
-        except (pa.ArrowException, OSError) as error:
-            raise CacheError(f"{path} is damaged ({error}); {_REMEDY}") from error
-        if not table.schema.equals(_SCHEMA):
-            raise CacheError(f"{path} has columns {table.schema.names}, expected {_SCHEMA.names}; {_REMEDY}")
-        starts = np.flatnonzero(np.diff(table["shard"].to_numpy(), prepend=-1)).tolist()
-        try:
-            plan = cls(table["sample_id"].to_pylist(), table["n_tokens"].to_numpy(), starts)
-        except (CacheError, ValueError) as error:
-            raise CacheError(f"{path} is damaged ({error}); {_REMEDY}") from error
-        recorded = (table.schema.metadata or {}).get(_SHA_KEY, b"").decode(errors="replace")
-        if plan.sha != recorded:
-            raise CacheError(f"{path} holds a plan with SHA-256 {plan.sha}, but records {recorded!r}; {_REMEDY}")
-        return plan
+            raise CacheError(
+                f"{where} (or {names.PLAN_SHA256} beside it) is missing: the cache has no plan yet; run "
+                "the extract stage first"
+            ) from error
+        if recorded != _checksum_line(raw):
+            raise CacheError(
+                f"{where} has SHA-256 {sha256_bytes(raw)}, but {names.PLAN_SHA256} beside it holds "
+                f"{recorded.decode(errors='replace')!r}; {_REMEDY}"
+            )
+        return _decode(raw, where)
+
+
+def _checksum_line(raw: bytes) -> bytes:
+    return f"{sha256_bytes(raw)}  {names.PLAN}\n".encode()
+
+
+def _decode(raw: bytes, where: str) -> ShardPlan:
+    try:
+        table = pq.read_table(pa.BufferReader(raw))
+    except (pa.ArrowException, OSError) as error:
+        raise CacheError(f"{where} is damaged ({error}); {_REMEDY}") from error
+    if not table.schema.equals(_SCHEMA):
+        raise CacheError(f"{where} has columns {table.schema.names}, expected {_SCHEMA.names}; {_REMEDY}")
+    starts = np.flatnonzero(np.diff(table["shard"].to_numpy(), prepend=-1)).tolist()
+    try:
+        plan = ShardPlan(table["sample_id"].to_pylist(), table["n_tokens"].to_numpy(), starts)
+    except (CacheError, ValueError) as error:
+        raise CacheError(f"{where} is damaged ({error}); {_REMEDY}") from error
+    recorded = (table.schema.metadata or {}).get(_SHA_KEY, b"").decode(errors="replace")
+    if plan.sha != recorded:
+        raise CacheError(f"{where} holds a plan with SHA-256 {plan.sha}, but records {recorded!r}; {_REMEDY}")
+    return plan
 
 
 _REMEDY = "it was damaged after it was written: restore it from a copy, or make the cache again in another folder"

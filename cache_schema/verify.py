@@ -1,29 +1,28 @@
 """Full check of a cache, and plain summaries of what it holds.
 
-`verify_cache` reads every byte twice: the objects against their SHA-256, and the values through Zarr against
-their CRCs and the content hash.
+`verify_cache` reads every byte: chunks against their CRCs, indexes and metadata against their hashes, values against
+the content hash, offsets and ids against marker and plan. No byte of a cache is outside one of these.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from cache_schema import names
 from cache_schema.errors import CacheError, ShardNotCommitted
-from cache_schema.identity import CacheIdentity, sha256_file
-from cache_schema.layout import group_files
+from cache_schema.identity import CacheIdentity, sha256_bytes
+from cache_schema.layout import GROUP_JSON, PER_SAMPLE, decode_ids, offsets_of
 from cache_schema.manifest import read_identity
-from cache_schema.marker import CommitMarker, committed_shards, read_marker, shard_sha256
+from cache_schema.marker import CommitMarker, committed_shards, decode_marker, read_marker, shard_sha256
 from cache_schema.plan import ShardPlan
 from cache_schema.reader import OpenShard, require_fingerprint
-
-_ROWS = 4096
+from cache_schema.storage import Location, Storage, open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +54,78 @@ class VerifyReport:
 
 
 def verify_cache(
-    path: Path, shards: Iterable[str] | None = None, progress: Callable[[str], None] | None = None
+    location: Location | Storage, shards: Iterable[str] | None = None, progress: Callable[[str], None] | None = None
 ) -> VerifyReport:
     """Check shards completely: hashes, CRCs, offsets, ids, and that each planned sample is stored or in the ledger.
 
     Args:
-        path: the cache's folder.
+        location: the cache's folder or URL.
         shards: names of the shards to look at; None takes the whole plan.
         progress: called with each shard's name when it is done.
 
     Raises:
         CacheError: no cache here, cache.json or plan is damaged, or a named shard is not planned.
+        OSError: as the storage gave it.
     """
-    path = Path(path)
-    identity, plan = read_identity(path), ShardPlan.read(names.plan_file(path))
+    storage = open_storage(location)
+    identity, plan = read_identity(storage), ShardPlan.read(storage)
     reports: list[ShardReport] = []
     for shard in plan.shards() if shards is None else shards:
-        reports.append(_verify_shard(path, identity, plan.samples(shard), shard))
+        reports.append(verify_shard(storage, identity, plan.samples(shard), shard))
         if progress is not None:
             progress(shard)
-    strays = sorted(set(committed_shards(path)) - set(plan.shards()))
-    return VerifyReport(str(path), reports, [f"{s} has a commit marker, but is not in the plan" for s in strays])
+    return VerifyReport(storage.url, reports, cache_problems(storage, plan))
 
 
-def _verify_shard(path: Path, identity: CacheIdentity, planned: list[str], shard: str) -> ShardReport:
+def cache_problems(storage: Storage, plan: ShardPlan) -> list[str]:
+    """What is wrong with a cache beside its shards: markers that the plan does not know, damaged evicted markers."""
+    strays = sorted(set(committed_shards(storage)) - set(plan.shards()))
+    problems = [f"{s} has a commit marker, but is not in the plan" for s in strays]
+    for key, _ in storage.list(names.EVICTED):
+        shard = key.removeprefix(f"{names.EVICTED}/").removesuffix(".json")
+        try:
+            decode_marker(storage.read(key), shard, storage.where(key))
+        except CacheError as error:
+            problems.append(str(error))
+    return problems
+
+
+def verify_shard(storage: Storage, identity: CacheIdentity, planned: list[str], shard: str) -> ShardReport:
+    """Check one shard completely.
+
+    Args:
+        storage: of the cache.
+        identity: of the cache.
+        planned: the shard's samples by the plan.
+        shard: its name.
+
+    Raises:
+        OSError: as the storage gave it.
+    """
     try:
-        marker = read_marker(path, shard)
+        marker = read_marker(storage, shard)
     except ShardNotCommitted as error:
         return ShardReport(shard, "missing", [str(error)])
     except CacheError as error:
         return ShardReport(shard, "corrupt", [str(error)])
-    problems = _file_problems(path, marker)
+    return verify_group(storage, identity, planned, marker)
+
+
+def verify_group(storage: Storage, identity: CacheIdentity, planned: list[str], marker: CommitMarker) -> ShardReport:
+    """Check a shard's group against a marker, which need not be committed (a copy is checked before it is).
+
+    Args:
+        storage, identity, planned: as for `verify_shard`.
+        marker: what the group should be.
+
+    Raises:
+        OSError: as the storage gave it.
+    """
+    shard = marker.shard
+    problems = _object_problems(storage, marker)
     try:
-        require_fingerprint(marker, identity, path)
-        opened = OpenShard(path, marker, marker.stored(planned))
+        require_fingerprint(marker, identity, storage.where())
+        opened = OpenShard(storage, marker, marker.stored(planned))
     except CacheError as error:
         problems.append(str(error))
     else:
@@ -96,31 +133,33 @@ def _verify_shard(path: Path, identity: CacheIdentity, planned: list[str], shard
     return ShardReport(shard, "corrupt" if problems else "ok", problems)
 
 
-def _file_problems(path: Path, marker: CommitMarker) -> list[str]:
-    folder = names.shards_dir(path) / marker.group
-    expected = {"zarr.json": marker.group_sha256}
+def _object_problems(storage: Storage, marker: CommitMarker) -> list[str]:
+    """Objects of the group that are missing, too many, or of another size; metadata that has changed."""
+    prefix = names.group_key(marker.group)
+    hashes = {GROUP_JSON: marker.group_sha256}
+    sizes = {r.object: r.bytes for r in marker.arrays.values() if r.object is not None}
     for name, record in marker.arrays.items():
-        expected[f"{name}/zarr.json"] = record.metadata_sha256
-        if record.object is not None:
-            expected[record.object] = record.sha256
-    problems: list[str] = []
-    sizes = group_files(folder)
-    for file, sha256 in expected.items():
-        if file not in sizes:
-            problems.append(f"{marker.shard}: {folder / file} is missing")
-        elif (found := sha256_file(folder / file)) != sha256:
-            problems.append(f"{marker.shard}: {folder / file} has SHA-256 {found}, expected {sha256}")
-    problems += [
-        f"{marker.shard}: {folder / file} does not belong to the shard" for file in sizes if file not in expected
-    ]
-    if not problems and sum(sizes.values()) != marker.bytes:
-        problems.append(f"{marker.shard}: the group has {sum(sizes.values())} bytes, the marker says {marker.bytes}")
+        hashes[f"{name}/{GROUP_JSON}"] = record.metadata_sha256
+    found = {key.removeprefix(f"{prefix}/"): size for key, size in storage.list(prefix)}
+    expected = hashes.keys() | sizes.keys()
+    where = f"{marker.shard}: {storage.where(prefix)}"
+    problems = [f"{where}/{key} is missing" for key in sorted(expected - found.keys())]
+    problems += [f"{where}/{key} does not belong to the shard" for key in sorted(found.keys() - expected)]
+    for key in sorted(hashes.keys() & found.keys()):
+        sha256 = sha256_bytes(storage.read(f"{prefix}/{key}"))
+        if sha256 != hashes[key]:
+            problems.append(f"{where}/{key} has SHA-256 {sha256}, expected {hashes[key]}")
+    for key in sorted(sizes.keys() & found.keys()):
+        if found[key] != sizes[key]:
+            problems.append(f"{where}/{key} has {found[key]} bytes, expected {sizes[key]}")
+    if not problems and sum(found.values()) != marker.bytes:
+        problems.append(f"{where} has {sum(found.values())} bytes, the marker says {marker.bytes}")
     return problems
 
 
 def _value_problems(shard: OpenShard) -> list[str]:
     problems: list[str] = []
-    for name in shard.array_names:
+    for name in shard.marker.arrays:
         try:
             problems += _array_problems(shard, name)
         except CacheError as error:
@@ -131,36 +170,64 @@ def _value_problems(shard: OpenShard) -> list[str]:
 
 
 def _array_problems(shard: OpenShard, name: str) -> list[str]:
-    record = shard.marker.arrays[name]
-    digest = hashlib.sha256()
-    for start in range(0, record.shape[0], _ROWS):
-        rows = shard.read_rows(name, start, min(start + _ROWS, record.shape[0]))
-        digest.update(np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).tobytes())
+    """One array read from front to back, every CRC checked, and compared with what the marker says of it."""
+    marker, record, array = shard.marker, shard.marker.arrays[name], shard.array(name)
+    array.read_index()
+    digest = xxhash.xxh3_128()
+    kept: list[NDArray[Any]] = []
+    for block in array.blocks():
+        digest.update(block.reshape(-1).view(np.uint8).data)
+        if name in PER_SAMPLE:
+            kept.append(block.copy())
     problems = []
-    if digest.hexdigest() != record.content_sha256:
+    if digest.hexdigest() != record.content_xxh128:
         problems.append(
-            f"{shard.marker.shard}: values of {name} have SHA-256 {digest.hexdigest()}, expected "
-            f"{record.content_sha256}"
+            f"{marker.shard}: values of {name} have XXH3-128 {digest.hexdigest()}, expected {record.content_xxh128}"
         )
-    per_token = name not in ("offsets", "sample_id")
-    if per_token and record.shape[0] != shard.marker.tokens:
-        problems.append(
-            f"{shard.marker.shard}: {name} has {record.shape[0]} rows, expected {shard.marker.tokens} (tokens)"
-        )
-    return problems
+    if name not in PER_SAMPLE:
+        if record.shape[0] != marker.tokens:
+            problems.append(f"{marker.shard}: {name} has {record.shape[0]} rows, expected {marker.tokens} (tokens)")
+        return problems
+    values = np.concatenate(kept) if kept else np.zeros(record.shape, record.stored)
+    return problems + (_offset_problems(marker, values) if name == "offsets" else _id_problems(shard, values))
 
 
-def list_shards(path: Path) -> list[dict[str, Any]]:
+def _offset_problems(marker: CommitMarker, offsets: NDArray[Any]) -> list[str]:
+    expected = offsets_of(marker.lengths)
+    if np.array_equal(offsets, expected) and expected[-1] == marker.tokens:
+        return []
+    return [
+        f"{marker.shard}: offsets end at {offsets[-1:]}, the lengths in the marker at {expected[-1]} and its tokens "
+        f"are {marker.tokens}, or they differ before"
+    ]
+
+
+def _id_problems(shard: OpenShard, matrix: NDArray[Any]) -> list[str]:
+    try:
+        found = decode_ids(matrix)
+    except UnicodeDecodeError as error:
+        return [f"{shard.marker.shard}: sample_id is not UTF-8: {error}"]
+    if found == shard.sample_ids:
+        return []
+    pairs = zip(found, shard.sample_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(shard.sample_ids)))
+    return [
+        f"{shard.marker.shard}: sample {at} is {found[at : at + 1]}, by plan and ledger it is "
+        f"{shard.sample_ids[at : at + 1]}"
+    ]
+
+
+def list_shards(location: Location | Storage) -> list[dict[str, Any]]:
     """One dict per planned shard, from markers only: shard, status, samples, tokens, bytes, …"""
-    path = Path(path)
-    plan = ShardPlan.read(names.plan_file(path))
-    return [_summary(path, plan, shard) for shard in plan.shards()]
+    storage = open_storage(location)
+    plan = ShardPlan.read(storage)
+    return [_summary(storage, plan, shard) for shard in plan.shards()]
 
 
-def _summary(path: Path, plan: ShardPlan, shard: str) -> dict[str, Any]:
+def _summary(storage: Storage, plan: ShardPlan, shard: str) -> dict[str, Any]:
     row: dict[str, Any] = {"shard": shard, "status": "committed", "planned_samples": len(plan.samples(shard))}
     try:
-        marker = read_marker(path, shard)
+        marker = read_marker(storage, shard)
     except ShardNotCommitted:
         return row | {"status": "missing", "planned_tokens": int(plan.lengths(shard).sum())}
     except CacheError as error:
@@ -178,17 +245,17 @@ def _summary(path: Path, plan: ShardPlan, shard: str) -> dict[str, Any]:
     }
 
 
-def describe_cache(path: Path) -> dict[str, Any]:
+def describe_cache(location: Location | Storage) -> dict[str, Any]:
     """A cache in one dict: identity, totals over committed shards, missing and damaged shards, ledger by reason."""
-    path = Path(path)
-    identity, rows = read_identity(path), list_shards(path)
+    storage = open_storage(location)
+    identity, rows = read_identity(storage), list_shards(storage)
     committed = [r for r in rows if r["status"] == "committed"]
     reasons: dict[str, int] = {}
     for r in committed:
-        for row in read_marker(path, r["shard"]).ledger:
+        for row in read_marker(storage, r["shard"]).ledger:
             reasons[row["reason"]] = reasons.get(row["reason"], 0) + 1
     return {
-        "path": str(path),
+        "path": storage.url,
         "fingerprint": identity.fingerprint(),
         "identity": identity.to_json(),
         "planned_shards": len(rows),
@@ -201,23 +268,30 @@ def describe_cache(path: Path) -> dict[str, Any]:
     }
 
 
-def describe_shard(path: Path, shard: str) -> dict[str, Any]:
+def describe_shard(location: Location | Storage, shard: str) -> dict[str, Any]:
     """A committed shard in one dict: its summary, arrays, samples with lengths, and ledger.
 
     Raises:
         ShardNotCommitted: no marker.
         CacheError: not planned, or damaged.
     """
-    path = Path(path)
-    plan = ShardPlan.read(names.plan_file(path))
+    storage = open_storage(location)
+    plan = ShardPlan.read(storage)
     planned = plan.samples(shard)
-    marker = read_marker(path, shard)
+    marker = read_marker(storage, shard)
     arrays = {
-        name: {"shape": list(a.shape), "dtype": a.dtype, "stored": a.stored, "bytes": a.bytes, "sha256": a.sha256}
+        name: {
+            "shape": list(a.shape),
+            "dtype": a.dtype,
+            "stored": a.stored,
+            "bytes": a.bytes,
+            "compression": a.compression,
+            "content_xxh128": a.content_xxh128,
+        }
         for name, a in marker.arrays.items()
     }
     pairs = zip(marker.stored(planned), marker.lengths, strict=True)
-    return _summary(path, plan, shard) | {
+    return _summary(storage, plan, shard) | {
         "fingerprint": marker.fingerprint,
         "content_sha256": marker.content_sha256,
         "timings": dict(marker.timings),
@@ -227,20 +301,22 @@ def describe_shard(path: Path, shard: str) -> dict[str, Any]:
     }
 
 
-def equal_caches(a: Path, b: Path) -> list[str]:
+def equal_caches(a: Location | Storage, b: Location | Storage) -> list[str]:
     """How two caches differ, by their markers: identity, plan, arrays and ledgers; tags, attempts and times aside.
 
     Returns:
         One line per difference; empty if they are equal. `verify_cache` tells whether the bytes are what the
         markers say.
     """
-    a, b = Path(a), Path(b)
+    a, b = open_storage(a), open_storage(b)
     one, two = read_identity(a).to_json(), read_identity(b).to_json()
     differences = [f"identity: {k} is {one[k]!r} and {two[k]!r}" for k in one if one[k] != two[k]]
-    if ShardPlan.read(names.plan_file(a)) != ShardPlan.read(names.plan_file(b)):
+    if ShardPlan.read(a) != ShardPlan.read(b):
         return [*differences, "the plans differ"]
     in_a, in_b = set(committed_shards(a)), set(committed_shards(b))
-    differences += [f"{shard}: committed only in {a if shard in in_a else b}" for shard in sorted(in_a ^ in_b)]
+    differences += [
+        f"{shard}: committed only in {(a if shard in in_a else b).where()}" for shard in sorted(in_a ^ in_b)
+    ]
     for shard in sorted(in_a & in_b):
         differences += _shard_differences(shard, read_marker(a, shard), read_marker(b, shard))
     return differences
@@ -254,7 +330,7 @@ def _shard_differences(shard: str, a: CommitMarker, b: CommitMarker) -> list[str
         for name in sorted(set(a.arrays) | set(b.arrays))
         if name not in a.arrays
         or name not in b.arrays
-        or a.arrays[name].content_sha256 != b.arrays[name].content_sha256
+        or a.arrays[name].content_xxh128 != b.arrays[name].content_xxh128
     ]
     lines = [f"{shard}: {name} differs" for name in differing]
     if a.ledger != b.ledger:

@@ -1,19 +1,14 @@
 """Writes one shard and commits it: nothing is visible before the marker, nothing is overwritten after.
 
-This first writer holds a shard in memory and hands it to zarr-python in one go (about three times the
-shard's size at the peak). The streaming writer of the specification, with memory bounded by a few chunks,
-takes its place later behind the same methods; samples must therefore already come in the plan's order.
-
-The order of `commit`: write the group under a name of its own, read it back and compare, force it to the
-disk, create the marker. Killed before the marker, the group is garbage that no reader sees.
+Samples are streamed: memory stays bounded by a few chunks per array, whatever the shard's size. The order of
+`commit`: finish every object (it is on the storage for good then), look at what was written, create the
+marker. Killed before the marker, the group is garbage that no reader sees.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,28 +16,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_schema import names
+from cache_schema.array_reader import ArrayReader
+from cache_schema.array_writer import ArrayWriter, WrittenArray
 from cache_schema.checks import LayerCheck, non_finite
-from cache_schema.durable import fsync_dir, fsync_tree, make_dirs
+from cache_schema.codec import ChunkCodec
 from cache_schema.errors import CacheError, ShardCorrupt, ShardNotCommitted
-from cache_schema.identity import CacheIdentity, require_same, sha256_file
-from cache_schema.layout import array_specs, encode_ids, group_files, offsets_of, require_written, write_group
+from cache_schema.identity import CacheIdentity, require_same, sha256_bytes
+from cache_schema.layout import GROUP_JSON, PER_SAMPLE, array_specs, encode_ids, group_metadata, offsets_of
 from cache_schema.ledger import LedgerRow
 from cache_schema.manifest import read_identity
-from cache_schema.marker import CommitMarker, create_marker, read_marker, record_array, shard_sha256
+from cache_schema.marker import ArrayRecord, CommitMarker, create_marker, read_marker, record_array, shard_sha256
 from cache_schema.plan import ShardPlan
+from cache_schema.storage import Location, Storage, open_storage
 
 
 class ShardWriter:
     """One attempt at one shard. Use as a context manager: an error inside removes this attempt's files.
 
     Args:
-        cache_dir: a cache made by `create_cache`.
+        cache: a cache made by `create_cache`.
         shard: name of the shard.
         identity: what this run makes; must be the cache's.
         hidden_size: D.
         n_expected: samples of the shard, if the caller wants that checked against the plan.
         attempt: which try of the pool this is, for the record.
         planned: the shard's sample ids by the cache's plan; read from the plan if None.
+        compression: of features, scales and `last_hidden`: one of `codec.COMPRESSIONS`.
 
     Raises:
         FingerprintMismatch: the cache has another identity.
@@ -51,7 +50,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        cache_dir: Path,
+        cache: Location | Storage,
         shard: str,
         identity: CacheIdentity,
         hidden_size: int,
@@ -59,31 +58,29 @@ class ShardWriter:
         attempt: int = 1,
         *,
         planned: Sequence[str] | None = None,
+        compression: str = "none",
     ):
-        self._cache = Path(cache_dir)
+        self._storage = open_storage(cache)
         self._shard = shard
         self._identity = identity
-        self._hidden_size = hidden_size
         self._attempt = attempt
-        require_same(read_identity(self._cache), identity, self._cache)
-        self._planned = (
-            list(planned) if planned is not None else ShardPlan.read(names.plan_file(self._cache)).samples(shard)
-        )
+        require_same(read_identity(self._storage), identity, self._storage.where())
+        self._planned = list(planned) if planned is not None else ShardPlan.read(self._storage).samples(shard)
         if n_expected not in (None, len(self._planned)):
             raise CacheError(
                 f"{shard} has {len(self._planned)} samples by the plan, but the caller expects {n_expected}"
             )
         self._place = {sample_id: i for i, sample_id in enumerate(self._planned)}
-        self._specs = array_specs(identity, hidden_size, 1)
-        self._layers = LayerCheck(shard, identity.layer_ids)
+        width = max((len(s.encode()) for s in self._planned), default=1)
+        self._specs = array_specs(identity, hidden_size, width, ChunkCodec(compression))
+        self._layers = LayerCheck(shard, identity.layer_ids, identity.feature_dtype)
         self._group = f"{shard}.{names.random_tag()}"
-        self._rows: dict[str, list[NDArray[Any]]] = {
-            name: [] for name in self._specs if name not in ("offsets", "sample_id")
-        }
+        self._arrays = {name: ArrayWriter(self._storage, self._prefix, spec) for name, spec in self._specs.items()}
         self._stored: dict[str, int] = {}
         self._dropped: dict[str, tuple[str, str]] = {}
         self._notes: list[tuple[str, str, str]] = []
         self._started = time.monotonic()
+        self._write_s = 0.0
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -102,15 +99,17 @@ class ShardWriter:
         input_ids: NDArray[Any],
         loss_mask: NDArray[Any],
         last_hidden: NDArray[Any] | None = None,
+        scale_TLG: NDArray[Any] | None = None,
     ) -> bool:
         """Add the next sample; samples come in the plan's order.
 
         Args:
             sample_id: one of the shard's samples.
-            features_TLD: [T, L, D], uint16 bit patterns for bfloat16, or float16.
+            features_TLD: [T, L, D] as stored: uint16 bit patterns for bfloat16, uint8 ones for float8, float16, int8.
             input_ids: [T] int32.
             loss_mask: [T] uint8, 0 or 1.
-            last_hidden: [T, D] like the features, if the cache has it.
+            last_hidden: [T, D], bfloat16 bit patterns (float16 beside float16 features), if the cache has it.
+            scale_TLG: [T, L, G] float32, if the features are quantised.
 
         Returns:
             False if the sample has NaN or infinite states: it is not stored, its ledger row `non_finite` is made.
@@ -118,19 +117,27 @@ class ShardWriter:
         Raises:
             ShardRefused: a layer is all zero, or two layers are identical.
             CacheError: a wrong shape or type, or a sample out of place.
+            OSError: as the storage gave it.
         """
         self._require_place(sample_id)
-        values = {"features": features_TLD, "input_ids": input_ids, "loss_mask": loss_mask}
-        if last_hidden is not None:
-            values["last_hidden"] = last_hidden
+        given = {
+            "features": features_TLD,
+            "feature_scale": scale_TLG,
+            "last_hidden": last_hidden,
+            "input_ids": input_ids,
+            "loss_mask": loss_mask,
+        }
+        values = {name: value for name, value in given.items() if value is not None}
         self._require_shapes(sample_id, values)
-        for name in ("features", "last_hidden"):
-            if name in values and non_finite(values[name], self._identity.feature_dtype):
+        for name in ("features", "feature_scale", "last_hidden"):
+            if name in values and non_finite(values[name], self._specs[name].dtype):
                 self.drop(sample_id, "non_finite", f"{name} has NaN or infinite values")
                 return False
-        self._layers.add(sample_id, features_TLD)
+        self._layers.add(sample_id, features_TLD, scale_TLG)
+        begun = time.monotonic()
         for name, value in values.items():
-            self._rows[name].append(np.array(value, self._specs[name].stored, order="C"))
+            self._arrays[name].append(value)
+        self._write_s += time.monotonic() - begun
         self._stored[sample_id] = len(input_ids)
         return True
 
@@ -166,23 +173,23 @@ class ShardWriter:
         Raises:
             ShardRefused: all samples of one token show a zero layer or two equal ones.
             CacheError: planned samples are neither stored nor dropped.
-            ShardCorrupt: what was read back is not what was written.
-            OSError: as the system gave it (a full disk is ENOSPC); this attempt's files are removed.
+            ShardCorrupt: what lies on the storage is not what was written.
+            OSError: as the storage gave it (a full disk is ENOSPC); this attempt's files are removed.
         """
         self._require_open()
         try:
             self._require_complete()
             self._layers.finish()
             marker = self._write()
-            won = create_marker(self._cache, marker)
+            won = create_marker(self._storage, marker)
         except BaseException:
             self.abort()
             raise
         if won:
-            self._close()
+            self._closed = True
             return marker
         self.abort()
-        first = read_marker(self._cache, self._shard)
+        first = read_marker(self._storage, self._shard)
         if first.fingerprint != marker.fingerprint:
             raise ShardCorrupt(
                 f"{self._shard} is committed with fingerprint {first.fingerprint}, expected {marker.fingerprint}"
@@ -191,70 +198,88 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Give the shard up and remove what this attempt wrote (never what is committed)."""
-        self._close()
+        self._closed = True
         if not self._is_committed():
-            shutil.rmtree(self._path, ignore_errors=True)
+            for array in self._arrays.values():
+                array.abort()
+            self._storage.delete_tree(self._prefix)
 
     @property
-    def _path(self) -> Path:
-        return names.shards_dir(self._cache) / self._group
-
-    def _close(self) -> None:
-        self._closed = True
-        self._rows.clear()
+    def _prefix(self) -> str:
+        return names.group_key(self._group)
 
     def _is_committed(self) -> bool:
         # An interrupt can arrive between the marker's creation and the return from it.
         try:
-            return read_marker(self._cache, self._shard).group == self._group
+            return read_marker(self._storage, self._shard).group == self._group
         except ShardNotCommitted:
             return False
-        except CacheError:
+        except (CacheError, OSError):
             return True
 
     def _write(self) -> CommitMarker:
-        data = self._data()
-        specs = array_specs(self._identity, self._hidden_size, data["sample_id"].shape[1])
-        make_dirs(names.shards_dir(self._cache))
-        make_dirs(names.commits_dir(self._cache))
         begun = time.monotonic()
-        write_group(self._path, specs, data)
-        written = time.monotonic()
-        require_written(self._path, specs, data)
-        checked = time.monotonic()
-        fsync_tree(self._path)
-        fsync_dir(self._path.parent)
-        arrays = {name: record_array(self._path, spec, data[name]) for name, spec in specs.items()}
+        self._arrays["offsets"].append(offsets_of(list(self._stored.values())))
+        self._arrays["sample_id"].append(self._id_rows())
+        written = {name: array.close() for name, array in self._arrays.items()}
+        group = self._storage.writer(f"{self._prefix}/{GROUP_JSON}")
+        group.write(group_metadata())
+        group.close()
+        self._storage.sync(self._prefix)
+        synced = time.monotonic()
+        records = {name: record_array(self._specs[name], array) for name, array in written.items()}
+        self._require_written(written, records)
         ledger = self._ledger()
         now = time.monotonic()
         return CommitMarker(
             shard=self._shard,
             group=self._group,
             samples=len(self._stored),
-            tokens=len(data["input_ids"]),
-            bytes=sum(group_files(self._path).values()),
+            tokens=written["input_ids"].rows,
+            bytes=self._group_bytes(written),
             lengths=tuple(self._stored.values()),
-            arrays=arrays,
-            group_sha256=sha256_file(self._path / "zarr.json"),
+            arrays=records,
+            group_sha256=sha256_bytes(group_metadata()),
             fingerprint=self._identity.fingerprint(),
-            content_sha256=shard_sha256(arrays, ledger),
+            content_sha256=shard_sha256(records, ledger),
             attempt=self._attempt,
             timings={
                 "total_s": round(now - self._started, 3),
-                "write_s": round(written - begun, 3),
-                "check_s": round(checked - written, 3),
-                "sync_s": round(now - checked, 3),
+                "write_s": round(self._write_s, 3),
+                "sync_s": round(synced - begun, 3),
+                "check_s": round(now - synced, 3),
             },
             ledger=ledger,
         )
 
-    def _data(self) -> dict[str, NDArray[Any]]:
-        data: dict[str, NDArray[Any]] = {}
-        for name in list(self._rows):
-            spec = self._specs[name]
-            # Each array's pieces are let go before the next is joined, so the peak is not twice the shard.
-            data[name] = np.concatenate([np.zeros((0, *spec.row_shape), spec.stored), *self._rows.pop(name)])
-        return data | {"offsets": offsets_of(list(self._stored.values())), "sample_id": encode_ids(list(self._stored))}
+    def _id_rows(self) -> NDArray[np.uint8]:
+        ids = encode_ids(list(self._stored))
+        width = self._specs["sample_id"].row_shape[0]
+        return np.pad(ids, [(0, 0), (0, width - ids.shape[1])])
+
+    def _group_bytes(self, written: dict[str, WrittenArray]) -> int:
+        metadata = sum(len(self._specs[name].metadata(array.rows)) for name, array in written.items())
+        return metadata + len(group_metadata()) + sum(array.bytes for array in written.values())
+
+    def _require_written(self, written: dict[str, WrittenArray], records: dict[str, ArrayRecord]) -> None:
+        """Look at what lies on the storage: each object there, its size, its index, its first and last rows.
+
+        Raises:
+            ShardCorrupt: names array and rows.
+        """
+        tokens = sum(self._stored.values())
+        for name, record in records.items():
+            rows = written[name].rows
+            expected = len(self._stored) + (name == "offsets") if name in PER_SAMPLE else tokens
+            if rows != expected:
+                raise ShardCorrupt(f"{self._shard}: {name} was written with {rows} rows, expected {expected}")
+            reader = ArrayReader(
+                self._storage, self._prefix, record.spec(name), rows, record.bytes, record.index_xxh128,
+                shard=self._shard, remedy="check the disk and run the extract stage again",
+            )  # fmt: skip
+            reader.read_index()
+            for start in sorted({0, max(0, rows - 1)}):
+                reader.read(start, min(start + 1, rows))
 
     def _ledger(self) -> tuple[LedgerRow, ...]:
         rows = [(s, reason, detail) for s, (reason, detail) in self._dropped.items()] + self._notes
@@ -298,9 +323,11 @@ class ShardWriter:
 
     def _require_shapes(self, sample_id: str, values: dict[str, NDArray[Any]]) -> None:
         where = f"{self._shard}, sample {sample_id!r}"
-        if set(values) != set(self._rows):
+        expected = [name for name in self._specs if name not in PER_SAMPLE]
+        if set(values) != set(expected):
             raise CacheError(
-                f"{where}: given are {sorted(values)}, expected {sorted(self._rows)} (by the identity's last_hidden)"
+                f"{where}: given are {sorted(values)}, expected {sorted(expected)} (by the identity's feature type and "
+                "last_hidden)"
             )
         n_tokens = len(values["input_ids"])
         if n_tokens < 1 or n_tokens > self._identity.max_length:

@@ -171,18 +171,20 @@ def _read_rows(path: Path, columns: list[str], problems: list[str]) -> list[dict
 
 def read_cache(folder: Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
     """Samples, tokens, bytes and shards of the committed part of the feature cache, and its ledger."""
-    from cache_schema.marker import read_marker
-    from cache_schema.names import cache_json
+    from cache_schema.marker import committed_shards, read_marker
+    from cache_schema.names import CACHE_JSON
+    from cache_schema.storage import open_storage
     from cache_schema.verify import describe_cache
 
-    if not cache_json(folder).exists():
+    storage = open_storage(folder)
+    if not storage.exists(CACHE_JSON):
         return None
     try:
-        about = describe_cache(folder)
+        about = describe_cache(storage)
         absent = {*about["missing"], *about["corrupt"]}
-        for path in sorted((folder / "commits").glob("shard-*.json")):
-            if path.stem not in absent:
-                dropped.add("extract", [dict(row) for row in read_marker(folder, path.stem).ledger])
+        for shard in committed_shards(storage):
+            if shard not in absent:
+                dropped.add("extract", [dict(row) for row in read_marker(storage, shard).ledger])
     except (CacheError, OSError) as error:
         problems.append(f"{folder}: the cache cannot be described ({error}); its numbers are left out")
         return None

@@ -113,12 +113,13 @@ def _cache(recipe: Recipe, spec: DrafterSpec, counts: SampleCounts) -> dict[str,
     def total(dtype: str, last_hidden: bool) -> int:
         return round(tokens * sum(token_bytes(D, n, dtype, last_hidden=last_hidden).values()))
 
-    own = token_bytes(D, n, recipe.cache.dtype, last_hidden=recipe.cache.last_hidden)
+    form = recipe.cache.format
+    own = token_bytes(D, n, form.dtype, last_hidden=recipe.cache.last_hidden, groups=form.n_groups(D))
     return {
-        "dtype": recipe.cache.dtype,
+        "dtype": form.dtype,
         "last_hidden": recipe.cache.last_hidden,
         "token_bytes": sum(own.values()),
-        "bytes": total(recipe.cache.dtype, recipe.cache.last_hidden),
+        "bytes": round(tokens * sum(own.values())),
         "shard_bytes": recipe.cache.shard_bytes,
         "n_shards": math.ceil(tokens * own["features"] / recipe.cache.shard_bytes),
         "by_dtype": {

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache_schema import names
 from cache_schema.durable import write_atomic
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.identity import CacheIdentity, ResponsesIdentity, canonical_json, sha256_json
+from cache_schema.storage import Storage, open_storage
 from pipeline.errors import PipelineError
 from pipeline.folder import RunFolder
 from pipeline.progress import Progress
@@ -66,6 +66,12 @@ class Run:
         return shape_of(load_config(self.recipe.target)).layer_ids(
             self.recipe.cache.n_layers, self.recipe.cache.layer_ids
         )
+
+    @functools.cached_property
+    def cache(self) -> str:
+        """Where the feature cache lies: an absolute path or a URL, the same for every worker."""
+        path = self.recipe.cache.path or str(self.folder.cache)
+        return path if "://" in path else str(Path(path).resolve())
 
     def is_done(self, stage: str, fingerprint: str, whole: Callable[[], bool]) -> bool:
         """Whether the stage has finished with this fingerprint and its output is still all there; says so.
@@ -301,7 +307,10 @@ def cache_identity(run: Run) -> CacheIdentity:
         chat_template_sha256=run.hashes.chat_template,
         layer_ids=run.layer_ids,
         layer_convention=LAYER_CONVENTION,
-        feature_dtype=recipe.cache.dtype,
+        target_dtype=recipe.target.dtype,
+        feature_dtype=str(recipe.cache.dtype),
+        feature_bits=recipe.cache.bits,
+        feature_group=recipe.cache.group,
         last_hidden=recipe.cache.last_hidden,
         max_length=recipe.cache.max_length,
         responses_sha256=table.responses_hash(),
@@ -317,6 +326,7 @@ def run_extract(run: Run) -> None:
     """
     import numpy as np
 
+    from cache_schema.layout import feature_format
     from cache_schema.manifest import create_cache
     from cache_schema.marker import committed_shards
     from cache_schema.plan import plan_shards
@@ -324,35 +334,35 @@ def run_extract(run: Run) -> None:
     from stages.extract import ExtractJob, ExtractWorker, ShardUnit
     from stages.target import load_config, shape_of
 
-    recipe, folder = run.recipe, run.folder.cache
+    recipe, storage = run.recipe, open_storage(run.cache)
     identity = cache_identity(run)
     ids, lengths = ResponsesTable.open(run.folder.responses).lengths()
     shape = shape_of(load_config(recipe.target))
-    bytes_per_token = 2 * len(identity.layer_ids) * shape.hidden_size
+    bytes_per_token = feature_format(identity).code_bytes(len(identity.layer_ids), shape.hidden_size)
     plan = create_cache(
-        folder,
+        storage,
         identity,
         plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token, recipe.cache.shard_bytes),
     )
-    if run.is_done("extract", identity.fingerprint(), lambda: set(plan.shards()) <= set(committed_shards(folder))):
+    if run.is_done("extract", identity.fingerprint(), lambda: set(plan.shards()) <= set(committed_shards(storage))):
         return
     with run.stage("extract", identity.fingerprint()) as summary:
-        have = set(committed_shards(folder))
+        have = set(committed_shards(storage))
         todo = [ShardUnit(s, tuple(plan.samples(s))) for s in plan.shards() if s not in have]
         _say_resume(run, "extract", len(have), plan.n_shards, "shards")
-        job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, folder)
-        guard = _QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, folder)
+        job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, run.cache)
+        guard = _QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, storage.where())
         _pool(
             run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take
         )
-        summary |= _cache_summary(folder, guard)
+        summary |= _cache_summary(storage, guard)
 
 
 class _QuarantineGuard:
     """Stops the run when too large a share of its samples had non-finite states."""
 
-    def __init__(self, n_samples: int, max_share: float, folder: Path) -> None:
-        self.allowed, self.max_share, self.folder = max_share * n_samples, max_share, folder
+    def __init__(self, n_samples: int, max_share: float, where: str) -> None:
+        self.allowed, self.max_share, self.where = max_share * n_samples, max_share, where
         self.quarantined = 0
 
     def take(self, _unit: Any, receipt: dict[str, Any]) -> None:
@@ -363,18 +373,19 @@ class _QuarantineGuard:
         if self.quarantined > self.allowed:
             raise PipelineError(
                 f"{self.quarantined} samples had NaN or infinite states, more than extract.max_quarantined_share "
-                f"{self.max_share:.1%} allows; their ids are in the ledgers of {names.commits_dir(self.folder)}. "
+                f"{self.max_share:.1%} allows; their ids are in the ledgers (`dflash cache info {self.where}`). "
                 "Look at the target's dtype first: float16 overflows where bfloat16 does not"
             )
 
 
-def _cache_summary(folder: Path, guard: _QuarantineGuard) -> dict[str, Any]:
+def _cache_summary(storage: Storage, guard: _QuarantineGuard) -> dict[str, Any]:
     from cache_schema.reader import FeatureCache
 
-    cache = FeatureCache.open(folder, require_complete=True)
+    cache = FeatureCache.open(storage, require_complete=True)
     if len(cache) == 0:
         raise PipelineError(
-            f"{folder} holds no sample: all {len(cache.plan)} are in the ledger, {_first_reasons(cache.ledger())}"
+            f"{storage.where()} holds no sample: all {len(cache.plan)} are in the ledger, "
+            f"{_first_reasons(cache.ledger())}"
         )
     guard.quarantined = sum(row["reason"] == "non_finite" for row in cache.ledger())
     guard.require()
@@ -411,7 +422,7 @@ def train_job(run: Run) -> Any:
         recipe.train,
         identity,
         recipe.seed,
-        run.folder.cache.resolve(),
+        run.cache,
         run.folder.train.resolve(),
         fingerprint,
     )
@@ -428,7 +439,7 @@ def run_train(run: Run) -> None:
     from cache_schema.reader import FeatureCache
     from pipeline.follow import follow_metrics
     from stages import checkpoint
-    from stages.dataset import StepPlan
+    from stages.order import StepPlan
     from stages.train_ray import train_with_ray
 
     recipe = run.recipe
@@ -436,13 +447,13 @@ def run_train(run: Run) -> None:
     if run.is_done("train", job.fingerprint, lambda: _final_checkpoint(run, job) is not None):
         return
     cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
-    plan = StepPlan(cache.sample_ids, recipe.train, recipe.seed)
+    plan = StepPlan(cache.plan, recipe.train, recipe.seed)
     with run.stage("train", job.fingerprint) as summary:
         newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
         done = newest[1].step if newest else 0
         _say_resume(run, "train", done, plan.n_steps, "steps")
         run.say(
-            f"train: {len(plan.training)} samples, {len(plan.heldout)} held out, "
+            f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
             f"{plan.n_steps} steps in {recipe.train.epochs} epochs"
         )
         if done < plan.n_steps:

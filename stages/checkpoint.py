@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         fingerprint: of what is trained on what; a checkpoint of another one is refused.
-        skipped: ids of samples without an eligible anchor, met so far.
+        skipped: reason by id, of the samples met so far that could not be used.
+        order: what the order of the steps is made of.
     """
 
     step: int
     fingerprint: str
-    skipped: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    order: dict[str, Any] = field(default_factory=dict)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -60,7 +62,8 @@ def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, op
         files = {MODEL: save(_weights(model)), OPTIMIZER: save(_moments(model, optimizer))}
         for name, data in files.items():
             (partial / name).write_bytes(data)
-        state = {"step": progress.step, "fingerprint": progress.fingerprint, "skipped": list(progress.skipped),
+        state = {"step": progress.step, "fingerprint": progress.fingerprint, "skipped": progress.skipped,
+                 "order": progress.order,
                  "sha256": {name: sha256_bytes(data) for name, data in files.items()}}
         (partial / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
         fsync_tree(partial)
@@ -113,7 +116,7 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] |
                 f"{fingerprint[:12]}…): cache, drafter or training settings changed. Use another run folder, or remove "
                 f"{folder} to train anew"
             )
-        return candidate, Progress(state["step"], state["fingerprint"], tuple(state["skipped"]))
+        return candidate, Progress(state["step"], state["fingerprint"], state["skipped"], state["order"])
     return None
 
 
@@ -123,7 +126,7 @@ def _intact_state(folder: Path) -> dict[str, Any] | None:
         intact = all(sha256_file(folder / name) == state["sha256"][name] for name in (MODEL, OPTIMIZER))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return state if intact and {"step", "fingerprint", "skipped"} <= state.keys() else None
+    return state if intact and {"step", "fingerprint", "skipped", "order"} <= state.keys() else None
 
 
 def load_weights(folder: Path, model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from cache_schema.errors import DFlashError
+from cache_schema.quantized import QUANTISED, FeatureFormat
 
 
 class ConfigError(DFlashError):
@@ -151,6 +152,14 @@ class GenerateConfig:
         _require_threads("generate", self.threads)
 
 
+PROFILES: dict[str, dict[str, Any]] = {
+    "exact": {"dtype": "bfloat16", "bits": None, "group": None, "compression": "none"},
+    "compact": {"dtype": "int8", "bits": 8, "group": None, "compression": "zstd"},
+    "tiny": {"dtype": "int8", "bits": 6, "group": None, "compression": "zstd"},
+}
+"""What a cache profile stands for; the figures behind the choice are in docs/cache.md."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
     """What the feature cache holds."""
@@ -159,21 +168,70 @@ class CacheConfig:
     """Feature layers, uniformly spaced (specification, section 1)."""
     layer_ids: tuple[int, ...] | None = identity(None)
     """Explicit layer ids instead, strictly increasing, 0-based."""
-    dtype: Literal["bfloat16", "float16"] = identity("bfloat16")
+    profile: Literal["exact", "compact", "tiny"] | None = execution(None)
+    """A named choice of the four settings below: `exact` keeps the target's bfloat16 states, `compact` and `tiny` are
+    quantised (see docs/cache.md for what each costs and keeps)."""
+    dtype: Literal["bfloat16", "float16", "float8_e4m3fn", "int8"] | None = identity(None)
+    """Type of the stored features; None takes the profile's, or bfloat16."""
+    bits: int | None = identity(None)
+    """Bits of an int8 code, 8 to 4 (fewer levels; compression packs them); None takes the profile's, or 8."""
+    group: int | None = identity(None)
+    """Channels that share a scale (float8, int8); None takes the profile's, or all of a layer."""
+    compression: Literal["none", "zstd", "blosc-lz4", "blosc-zstd"] | None = execution(None)
+    """Of the stored features; None takes the profile's, or zstd for int8 and float8 and none for the others."""
     last_hidden: bool = identity(False)
     """Also store the target's hidden state after its final norm (distillation needs it)."""
     max_length: int = identity(3072)
     """Longer sequences are cut to this many tokens, with a ledger row."""
     shard_bytes: int = execution(1 << 30)
-    """Bytes of features in a shard, about."""
+    """Bytes of features in a shard before compression, about."""
+    path: str | None = execution(None)
+    """Folder or object-store URL (s3://bucket/path, gs://…, az://…) of the cache; None is `cache` in the run folder.
+    Credentials come from the environment or a profile, never from here."""
+    max_bytes: int | None = execution(None)
+    """Rolling mode: training and extraction run at the same time, and at most this many bytes of shards are kept;
+    those that training is done with make room, and are made again when they are needed again."""
 
     def __post_init__(self) -> None:
+        self._settle()
+        _require(self.max_bytes is None or self.max_bytes > 0, "cache.max_bytes", self.max_bytes, "it must be above 0")
+        try:
+            _ = self.format
+        except DFlashError as error:
+            raise ConfigError(f"cache: {error}") from error
         _require(self.n_layers > 0, "cache.n_layers", self.n_layers, "it must be above 0")
         ids = self.layer_ids
         ok = ids is None or (len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)))
         _require(ok, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
         _require(self.max_length >= 3, "cache.max_length", self.max_length, "it must be at least 3")
         _require(self.shard_bytes > 0, "cache.shard_bytes", self.shard_bytes, "it must be above 0")
+
+
+    def _settle(self) -> None:
+        """Put what the profile stands for, or the defaults, in place of settings that were left out.
+
+        Raises:
+            ConfigError: a setting contradicts the profile.
+        """
+        chosen = PROFILES[self.profile or "exact"]
+        for name in ("dtype", "bits", "group", "compression"):
+            given = getattr(self, name)
+            if self.profile is not None and given not in (None, chosen[name]):
+                raise ConfigError(
+                    f"cache.{name} is {given!r}, but cache.profile {self.profile} stands for {chosen[name]!r}; leave "
+                    "one of the two out"
+                )
+            if self.profile is not None or (name == "dtype" and given is None):
+                object.__setattr__(self, name, chosen[name])
+        if self.dtype == "int8" and self.bits is None:
+            object.__setattr__(self, "bits", 8)
+        if self.compression is None:
+            object.__setattr__(self, "compression", "zstd" if self.dtype in QUANTISED else "none")
+
+    @property
+    def format(self) -> FeatureFormat:
+        """Type, bits and groups of the stored features."""
+        return FeatureFormat(dtype=str(self.dtype), bits=self.bits, group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +290,11 @@ class TrainConfig:
     epochs: int = identity(6)
     batch_samples: int = identity(8)
     """Samples in one optimizer step, over all ranks and accumulation steps."""
+    window_shards: int = identity(32)
+    """Shards whose samples are shuffled together; about as many are open at a time."""
+    passes_per_window: int = identity(1)
+    """Times that a window of shards is gone through before the next one comes. Above 1 a rolling cache
+    (`cache.max_bytes`) makes every shard once per so many epochs; 1 goes through all samples in every epoch."""
     micro_samples: int = execution(1)
     """Samples in one forward and backward pass of a rank."""
     heldout_share: float = identity(0.02)
@@ -247,6 +310,10 @@ class TrainConfig:
     """Compute in bfloat16; weights, gradients and moments stay float32."""
     workers: int = execution(1)
     threads: int | None = execution(None)
+    loader_workers: int = execution(0)
+    """Processes per rank that read and pad; 0 reads the next step in a thread."""
+    shard_wait_s: float = execution(3600.0)
+    """Rolling mode: how long no shard may be finished while training waits for one."""
     max_restarts: int = execution(2)
     """Restarts of a failed worker group before the run fails."""
     log_every: int = execution(10)
@@ -254,8 +321,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_threads("train", self.threads)
         for name in ("anchors", "lr", "epochs", "batch_samples", "micro_samples", "workers", "checkpoint_every",
-                     "heldout_every", "keep_checkpoints", "log_every", "clip"):
+                     "heldout_every", "keep_checkpoints", "log_every", "clip", "window_shards", "passes_per_window",
+                     "shard_wait_s"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "it must be above 0")
+        _require(self.loader_workers >= 0, "train.loader_workers", self.loader_workers, "it must be 0 or above")
+        rule = f"the epochs must be a multiple of train.passes_per_window ({self.passes_per_window})"
+        _require(self.epochs % self.passes_per_window == 0, "train.epochs", self.epochs, rule)
         _require(0 <= self.warmup_share < 1, "train.warmup_share", self.warmup_share, "it must be in [0, 1)")
         _require(0 <= self.heldout_share < 1, "train.heldout_share", self.heldout_share, "it must be in [0, 1)")
         _require(self.gamma is None or self.gamma > 0, "train.gamma", self.gamma, "it must be above 0")

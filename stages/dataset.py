@@ -1,136 +1,231 @@
-"""Training data from the feature cache: who is held out, in which order, with which anchors.
+"""Training data from the feature cache: a rank's share of each step, read ahead, with the anchors of its epoch.
 
-Everything here is a pure function of (stored sample ids, seed, epoch): any number of ranks, workers or
-restarts sees the same steps. A step is a list of sample ids; rank r of W takes every W-th, starting at r.
+`StepDataset` is a map from step number to padded micro-batches. `TrainingStream` goes through it in order from
+wherever it stands, one step ahead in a thread or several ahead in worker processes (`torch.utils.data.DataLoader`),
+and says where it stands in one number that holds for any number of ranks and workers: rank r of W takes every
+W-th sample of a step, starting at r.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Any, Literal
 
-import numpy as np
-import torch
+from torch.utils.data import DataLoader, Dataset
 
-from cache_schema.reader import CachedSample, FeatureCache
-from stages.anchors import sample_anchors, stable_key
-from stages.batch import TrainingSample
+from cache_schema.errors import DFlashError
+from cache_schema.layout import feature_format
+from cache_schema.reader import FeatureCache
+from stages.anchors import sample_anchors
+from stages.batch import Batch, TrainingSample, make_batch
 from stages.config import TrainConfig
 from stages.errors import TrainingError
+from stages.order import Step, StepPlan
+from stages.quantize import from_stored
 
-
-def is_heldout(sample_id: str, seed: int, share: float) -> bool:
-    """Whether a sample is kept out of training, by hash of its id."""
-    return stable_key("heldout", seed, sample_id) / 2**128 < share
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One optimizer step: 0-based index over the whole run, its epoch, and the samples of all ranks."""
-
-    index: int
-    epoch: int
-    sample_ids: tuple[str, ...]
-
-
-class StepPlan:
-    """The steps of a run.
-
-    Args:
-        sample_ids: stored samples, any order.
-        config: epochs, batch size, held-out share.
-        seed: of the run.
-
-    Raises:
-        TrainingError: nothing is left to train on.
-    """
-
-    def __init__(self, sample_ids: list[str], config: TrainConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        ordered = sorted(sample_ids)
-        kept_out = [s for s in ordered if is_heldout(s, seed, config.heldout_share)]
-        self.heldout = kept_out[: config.heldout_max]
-        self.training = [s for s in ordered if not is_heldout(s, seed, config.heldout_share)]
-        if not self.training:
-            raise TrainingError(
-                f"the cache has {len(ordered)} samples and {len(kept_out)} of them are held out "
-                f"(train.heldout_share {config.heldout_share}), so none is left to train on; extract more samples"
-            )
-        self.steps_per_epoch = -(-len(self.training) // config.batch_samples)
-        self.n_steps = self.steps_per_epoch * config.epochs
-        self._shuffled: tuple[int, list[str]] = (-1, [])
-
-    def step(self, index: int) -> Step:
-        """The step with this index; the last one of an epoch may be smaller, none is dropped."""
-        epoch, within = divmod(index, self.steps_per_epoch)
-        order = self._order(epoch)
-        start = within * self.config.batch_samples
-        return Step(index, epoch, tuple(order[start : start + self.config.batch_samples]))
-
-    def _order(self, epoch: int) -> list[str]:
-        if self._shuffled[0] != epoch:
-            order = sorted(self.training, key=lambda s: stable_key("order", self.seed, epoch, s))
-            self._shuffled = (epoch, order)
-        return self._shuffled[1]
+NO_ANCHOR = "no_anchor"
+_AHEAD = 2
+"""Steps that each worker process keeps ready."""
+StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
 class SampleReader:
-    """Reads samples with their anchors; those without an eligible anchor are left out and counted.
+    """Reads samples with their anchors; those that cannot be used are left out and counted.
 
     Attributes:
-        skipped: ids without an eligible anchor that were met so far.
+        skipped: reason by id, of the samples met so far that are not stored (the ledger's reason) or have no
+            eligible anchor (`no_anchor`).
     """
 
     def __init__(self, cache: FeatureCache, config: TrainConfig, seed: int) -> None:
         self.cache, self.config, self.seed = cache, config, seed
-        self.skipped: set[str] = set()
-        # The prefetching thread and the look at the held-out samples read at the same time, and the cache's list
-        # of open shards is not made for that.
-        self._lock = threading.Lock()
+        self.skipped: dict[str, str] = {}
 
     def read(self, sample_id: str, epoch: int, n_anchors: int | None = None) -> TrainingSample | None:
-        """The sample with this epoch's anchors (`n_anchors` at most), or None when it has no eligible one."""
-        with self._lock:
-            cached = self.cache.read(sample_id)
-        n, mask = n_anchors or self.config.anchors, cached.loss_mask
+        """The sample with this epoch's anchors (`n_anchors` at most), or None when it cannot be used.
+
+        Raises:
+            ShardNotCommitted, ShardCorrupt: as `FeatureCache.read`.
+        """
+        reason = self._dropped(sample_id)
+        if reason is not None:
+            self.skipped[sample_id] = reason
+            return None
+        ids, mask = self.cache.tokens(sample_id)
+        n = n_anchors or self.config.anchors
         anchors = sample_anchors(mask, n, seed=self.seed, epoch=epoch, sample_id=sample_id)
         if len(anchors) == 0:
-            self.skipped.add(sample_id)
+            self.skipped[sample_id] = NO_ANCHOR
             return None
-        return TrainingSample(sample_id, to_tensor(cached), cached.input_ids, cached.loss_mask, anchors)
+        # Rows at or after the last anchor are seen by no block.
+        cached = self.cache.read(sample_id, stop=int(anchors[-1]))
+        form = feature_format(self.cache.identity)
+        features_TLD, scale_TLG = from_stored(cached.features, cached.scale, form)
+        return TrainingSample(sample_id, features_TLD, ids, mask, anchors, scale_TLG, form)
 
-    def read_step(self, step: Step, rank: int, world: int) -> list[TrainingSample]:
-        """A rank's samples of a step."""
-        found = (self.read(s, step.epoch) for s in step.sample_ids[rank::world])
-        return [s for s in found if s is not None]
-
-
-def to_tensor(sample: CachedSample) -> torch.Tensor:
-    """Features as a tensor [T, L, D] of the type that they stand for (no copy)."""
-    if sample.features_dtype == "bfloat16":
-        return torch.from_numpy(np.ascontiguousarray(sample.features).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(sample.features))
+    def _dropped(self, sample_id: str) -> str | None:
+        """Why a committed shard does not hold a sample that the plan gives it."""
+        marker = self.cache.markers.get(self.cache.plan.shard_of(sample_id))
+        rows = marker.ledger if marker is not None else ()
+        return next((row["reason"] for row in rows if row["sample_id"] == sample_id and not row["kept"]), None)
 
 
-def prefetch(
-    plan: StepPlan, reader: SampleReader, *, start: int, stop: int, rank: int, world: int
-) -> Generator[tuple[Step, list[TrainingSample]], None, None]:
-    """Steps `start` … `stop − 1` with a rank's samples; the next step is read while this one is used."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """A rank's share of a step.
 
-    def submit(index: int) -> Future[tuple[Step, list[TrainingSample]]]:
-        step = plan.step(index)
-        return pool.submit(lambda: (step, reader.read_step(step, rank, world)))
+    Attributes:
+        step: of all ranks.
+        batches: micro-batches, in order; none when this rank has no usable sample.
+        n_tokens: stored tokens of its samples.
+        skipped: reason by id, of those of its samples that are left out.
+    """
 
-    try:
-        waiting = submit(start) if start < stop else None
-        for index in range(start, stop):
-            current, waiting = waiting, submit(index + 1) if index + 1 < stop else None
-            if current is not None:
+    step: Step
+    batches: tuple[Batch, ...]
+    n_tokens: int
+    skipped: Mapping[str, str]
+
+    def pin_memory(self) -> StepData:
+        """The same in page-locked memory, from which the copy to a GPU does not hold up the CPU."""
+        return StepData(self.step, tuple(b.pin_memory() for b in self.batches), self.n_tokens, self.skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDataset(Dataset[StepData]):
+    """From step number to a rank's share of that step; can be sent to another process.
+
+    Attributes:
+        plan, reader: which samples, and what reads them.
+        block_size, mask_token_id: of the drafter.
+        rank, world: this rank among all.
+    """
+
+    plan: StepPlan
+    reader: SampleReader
+    block_size: int
+    mask_token_id: int
+    rank: int = 0
+    world: int = 1
+
+    def __len__(self) -> int:
+        return self.plan.n_steps
+
+    def __getitem__(self, index: int) -> StepData:
+        step, size = self.plan.step(index), self.plan.config.micro_samples
+        own = list(zip(step.sample_ids, step.epochs, strict=True))[self.rank :: self.world]
+        found = [self.reader.read(sample_id, epoch) for sample_id, epoch in own]
+        samples = [s for s in found if s is not None]
+        skipped = {s: self.reader.skipped[s] for (s, _), sample in zip(own, found, strict=True) if sample is None}
+        batches = tuple(
+            make_batch(samples[i : i + size], self.block_size, self.mask_token_id)
+            for i in range(0, len(samples), size)
+        )
+        return StepData(step, batches, sum(len(s.input_ids) for s in samples), skipped)
+
+
+class TrainingStream:
+    """A rank's steps, in order, from where it stands to the end of the run.
+
+    Args:
+        dataset: what the steps hold.
+        workers: processes that read; 0 reads one step ahead in a thread.
+        start_method: of the processes. `fork` must not be used beside CUDA or Ray, whose threads it would halve.
+        pin: put what is read into page-locked memory (needs CUDA).
+
+    Attributes:
+        position: the step that comes next.
+    """
+
+    def __init__(
+        self, dataset: StepDataset, *, workers: int = 0, start_method: StartMethod = "spawn", pin: bool = False
+    ) -> None:
+        self.dataset, self.workers, self.start_method, self.pin = dataset, workers, start_method, pin
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON-able values; the step that was given out last counts as done."""
+        return {"position": self.position, "order": self.dataset.plan.identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stand where another stream of the same order stood, whatever its rank, number of ranks and workers.
+
+        Raises:
+            TrainingError: the state is of another order (names each thing that differs), or of no step of this one.
+        """
+        own, other = self.dataset.plan.identity(), state["order"]
+        lines = [
+            f"{key}: the state has {other.get(key)!r}, this run {own.get(key)!r}"
+            for key in sorted(own.keys() | other.keys())
+            if other.get(key) != own.get(key)
+        ]
+        if lines:
+            raise TrainingError("the training data stood in another order of steps:\n  " + "\n  ".join(lines))
+        if not 0 <= state["position"] <= self.dataset.plan.n_steps:
+            raise TrainingError(
+                f"the training data stood at step {state['position']}, this run has {self.dataset.plan.n_steps}"
+            )
+        self.position = state["position"]
+
+    def __iter__(self) -> Generator[StepData, None, None]:
+        todo = range(self.position, self.dataset.plan.n_steps)
+        source = self._from_processes(todo) if self.workers else self._from_thread(todo)
+        with closing(source):
+            for data in source:
+                self.position = data.step.index + 1
+                yield data
+
+    def _from_thread(self, todo: range) -> Generator[StepData, None, None]:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+
+        def fetch(index: int) -> StepData:
+            data = self.dataset[index]
+            return data.pin_memory() if self.pin else data
+
+        try:
+            waiting: Future[StepData] | None = None
+            for index in todo:
+                current = waiting or pool.submit(fetch, index)
+                waiting = pool.submit(fetch, index + 1) if index + 1 < todo.stop else None
                 yield current.result()
-    finally:
-        # Never wait here: an iterator that was given up may be finalized by the garbage collector in any thread,
-        # zarr's own event loop included, and the reading thread may be waiting for just that loop.
-        pool.shutdown(wait=False, cancel_futures=True)
+        finally:
+            # Never wait here: an iterator that was given up may be finalized by the garbage collector in any thread,
+            # one that the reading thread is waiting for included.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _from_processes(self, todo: range) -> Generator[StepData, None, None]:
+        loader = DataLoader(
+            _Guarded(self.dataset), batch_size=None, sampler=todo, num_workers=self.workers,
+            prefetch_factor=_AHEAD, pin_memory=self.pin, multiprocessing_context=self.start_method,
+        )  # fmt: skip
+        # One pass over the loader is the rest of the run, so its processes live as long as that.
+        for found in loader:
+            if isinstance(found, _Fault):
+                raise found.error
+            yield found
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What reading a step raised."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded(Dataset[StepData | _Fault]):
+    """Hands errors over as they are: a loader would turn them into a text with a traceback, and lose `errno`."""
+
+    steps: StepDataset
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: int) -> StepData | _Fault:
+        try:
+            return self.steps[index]
+        except (DFlashError, OSError) as error:
+            return _Fault(error)

@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache_schema.errors import CacheError
 from cache_schema.identity import CacheIdentity
+from cache_schema.layout import feature_format, last_hidden_dtype
+from cache_schema.quantized import FeatureFormat
 from cache_schema.response_format import Response
 from cache_schema.responses import ResponsesTable
 from cache_schema.writer import ShardWriter
 from stages.config import CacheConfig, ExtractConfig, TargetConfig
 from stages.device import use_threads, worker_device
+from stages.errors import SampleRefused
 from stages.features import capture_features
+from stages.quantize import to_stored
 from stages.target import Target, load_target
 
 SHORTENED, TOO_SHORT = "shortened", "no_supervised_token"
@@ -39,7 +41,8 @@ class ExtractJob:
     extract: ExtractConfig
     identity: CacheIdentity
     responses_dir: Path
-    cache_dir: Path
+    cache_dir: str | Path
+    """Folder or URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,16 @@ class ShardUnit:
 
     name: str
     sample_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """A sample's states as the cache stores them."""
+
+    features: NDArray[Any]
+    scale: NDArray[Any] | None
+    last_hidden: NDArray[Any] | None
+    n_tokens: int
 
 
 class ExtractWorker:
@@ -75,13 +88,13 @@ class ExtractWorker:
         responses = list(self.table.select(unit.sample_ids))
         shape = self.target.shape
         with ShardWriter(self.job.cache_dir, unit.name, self.job.identity, shape.hidden_size, len(responses), attempt,
-                         planned=unit.sample_ids) as writer:
+                         planned=unit.sample_ids, compression=str(self.job.cache.compression)) as writer:
             by_id = dict(self._capture(writer, responses))
             for response in responses:
                 if response.sample_id in by_id:
-                    features, last_hidden, kept = by_id.pop(response.sample_id)
-                    ids, mask = response.input_ids[:kept], response.loss_mask[:kept]
-                    writer.append(response.sample_id, features, ids, mask, last_hidden)
+                    found = by_id.pop(response.sample_id)
+                    ids, mask = response.input_ids[: found.n_tokens], response.loss_mask[: found.n_tokens]
+                    writer.append(response.sample_id, found.features, ids, mask, found.last_hidden, found.scale)
             marker = writer.commit()
         dropped = [row for row in marker.ledger if row["reason"] == "non_finite"]
         return {"shard": unit.name, "samples": marker.samples, "tokens": marker.tokens, "bytes": marker.bytes,
@@ -89,7 +102,7 @@ class ExtractWorker:
 
     def _capture(
         self, writer: ShardWriter, responses: Sequence[Response]
-    ) -> Iterator[tuple[str, tuple[NDArray[Any], NDArray[Any] | None, int]]]:
+    ) -> Iterator[tuple[str, StoredSample]]:
         """Features per sample id; samples that cannot be used are dropped in the ledger here."""
         limit = self.job.cache.max_length
         usable: list[Response] = []
@@ -107,9 +120,18 @@ class ExtractWorker:
             features, last = capture_features(self.target, self.job.identity.layer_ids, sequences,
                                               last_hidden=self.job.identity.last_hidden)
             for row, response in enumerate(batch):
-                stored = to_stored(features[row], self.job.identity.feature_dtype)
-                final = to_stored(last[row], self.job.identity.feature_dtype) if last is not None else None
-                yield response.sample_id, (stored, final, len(sequences[row]))
+                try:
+                    yield response.sample_id, self._stored(features[row], last[row] if last is not None else None)
+                except SampleRefused as refused:
+                    writer.drop(response.sample_id, refused.reason, refused.detail)
+
+    def _stored(self, features: torch.Tensor, last: torch.Tensor | None) -> StoredSample:
+        form = feature_format(self.job.identity)
+        codes, scale = to_stored(features, form)
+        final = None
+        if last is not None:
+            final, _ = to_stored(last, FeatureFormat(dtype=last_hidden_dtype(form.dtype)))
+        return StoredSample(codes, scale, final, len(features))
 
 
 def batches_by_length(responses: Sequence[Response], batch_tokens: int, limit: int) -> Iterator[list[Response]]:
@@ -126,16 +148,3 @@ def batches_by_length(responses: Sequence[Response], batch_tokens: int, limit: i
         batch.append(response)
     if batch:
         yield batch
-
-
-def to_stored(states: torch.Tensor, feature_dtype: str) -> NDArray[Any]:
-    """States as the cache stores them: bfloat16 as its bits (uint16), or float16.
-
-    Raises:
-        CacheError: the type is not one that this version writes.
-    """
-    if feature_dtype == "bfloat16":
-        return states.to(torch.bfloat16).contiguous().cpu().view(torch.int16).numpy().view(np.uint16)
-    if feature_dtype == "float16":
-        return states.to(torch.float16).contiguous().cpu().numpy()
-    raise CacheError(f"cache.dtype is {feature_dtype!r}, but this version writes bfloat16 or float16")

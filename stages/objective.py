@@ -55,7 +55,7 @@ def run_objective(
     device = batch.features_STLD.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
         embedded = embed(batch.block_ids_SAB).to(dtype)
-        hidden_SABD = drafter(batch.features_STLD.to(dtype), embedded, batch.anchors_SA)
+        hidden_SABD = drafter(batch.features(dtype), embedded, batch.anchors_SA)
     supervised = batch.supervised_SAB
     hidden_RD = hidden_SABD[supervised]
     weights_R = weights_B.expand(supervised.shape)[supervised]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,14 @@ from cache_schema.identity import CacheIdentity
 from cache_schema.reader import FeatureCache
 from stages import checkpoint
 from stages.anchors import default_gamma, slot_weights
-from stages.batch import Batch, TrainingSample, make_batch
+from stages.batch import Batch, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
-from stages.dataset import SampleReader, Step, StepPlan, prefetch
+from stages.dataset import SampleReader, StepData, StepDataset, TrainingStream
 from stages.device import use_threads
 from stages.drafter import Drafter, DrafterSpec, spec_for_target
 from stages.errors import TrainingError
 from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
+from stages.order import Step, StepPlan
 from stages.target import choose_mask_token, load_config, load_target, load_tokenizer, shape_of
 
 HELDOUT_BATCH = 8
@@ -72,7 +74,8 @@ class TrainJob:
     train: TrainConfig
     identity: CacheIdentity
     seed: int
-    cache_dir: Path
+    cache_dir: str | Path
+    """Folder or URL."""
     folder: Path
     fingerprint: str
 
@@ -99,7 +102,7 @@ def train_rank(job: TrainJob, world: World, on_step: Callable[[dict[str, Any]], 
     """
     use_threads(job.train.threads)
     cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
-    plan = StepPlan(cache.sample_ids, job.train, job.seed)
+    plan = StepPlan(cache.plan, job.train, job.seed)
     spec = make_spec(job.target, job.drafter, job.identity.layer_ids)
     drafter = Drafter(spec, seed=job.seed).to(world.device)
     ends = load_ends(job.target, world.device, bf16=job.train.bf16)
@@ -146,6 +149,9 @@ class Trainer:
         self.world = world or World()
         self.on_step = on_step
         size = drafter.spec.block_size
+        dataset = StepDataset(plan, reader, size, drafter.spec.mask_token_id, self.world.rank, self.world.size)
+        on_gpu = self.world.device.type == "cuda"
+        self.stream = TrainingStream(dataset, workers=config.loader_workers, pin=on_gpu)
         self.weights_B = torch.from_numpy(slot_weights(size, config.gamma or default_gamma(size))).to(self.world.device)
         betas, decay = (config.beta1, config.beta2), config.weight_decay
         parameters = drafter.parameters()
@@ -165,33 +171,33 @@ class Trainer:
             TrainingError: a gradient is not finite; names the step and its samples.
             FingerprintMismatch: the checkpoints belong to another training.
         """
-        done = self._resume()
-        if done == 0 and self._is_chief():
+        self._resume()
+        if self.stream.position == 0 and self._is_chief():
             self._look_at_heldout(0)
-        rank, world = self.world.rank, self.world.size
-        steps = prefetch(self.plan, self.reader, start=done, stop=self.plan.n_steps, rank=rank, world=world)
-        with closing(steps):
-            for step, samples, waited_s in _timed(steps):
-                self._train_step(step, samples, waited_s)
-                self._after_step(step)
+        with closing(iter(self.stream)) as steps:
+            for data, waited_s in _timed(steps):
+                self.reader.skipped.update(data.skipped)
+                self._train_step(data, waited_s)
+                self._after_step(data.step)
         return checkpoint.step_folder(self.checkpoints, self.plan.n_steps)
 
-    def _resume(self) -> int:
+    def _resume(self) -> None:
         found = checkpoint.newest_checkpoint(self.checkpoints, self.fingerprint)
         if found is None:
-            return 0
+            return
         folder, progress = found
+        try:
+            self.stream.load_state_dict({"position": progress.step, "order": progress.order})
+        except TrainingError as error:
+            remedy = "use the cache that it was trained on, or another run folder"
+            raise TrainingError(f"{folder}: {error}\nTo go on, {remedy}") from error
         checkpoint.load_weights(folder, self.drafter)
         checkpoint.load_optimizer(folder, self.drafter, self.optimizer)
         self.reader.skipped.update(progress.skipped)
-        return progress.step
 
-    def _train_step(self, step: Step, samples: list[TrainingSample], waited_s: float) -> None:
-        spec, size = self.drafter.spec, self.config.micro_samples
-        batches = [
-            make_batch(samples[i : i + size], spec.block_size, spec.mask_token_id).to(self.world.device)
-            for i in range(0, len(samples), size)
-        ]
+    def _train_step(self, data: StepData, waited_s: float) -> None:
+        step = data.step
+        batches = [batch.to(self.world.device) for batch in data.batches]
         weight = torch.stack([batch_weight(b, self.weights_B) for b in batches]).sum() if batches else torch.zeros(())
         total_weight = float(self.world.total(weight.to(self.world.device).double()))
         rate = learning_rate(step.index, self.plan.n_steps, self.config)
@@ -206,7 +212,7 @@ class Trainer:
         self._sum_gradients()
         norm = self._apply(step, rate)
         loss = float(self.world.total(loss_sum)) / total_weight
-        self.window.close_step(loss, rate, norm, waited_s, sum(len(s.input_ids) for s in samples))
+        self.window.close_step(loss, rate, norm, waited_s, data.n_tokens)
 
     def _forward(self, batch: Batch) -> Outcome:
         ends = self.ends
@@ -238,11 +244,11 @@ class Trainer:
     def _after_step(self, step: Step) -> None:
         done, last = step.index + 1, step.index + 1 == self.plan.n_steps
         if done % self.config.log_every == 0 or last:
-            self._log(self.window.summary(self.world, done, step.epoch, len(self.reader.skipped)))
+            self._log(self.window.summary(self.world, done, step.epoch, self.reader.skipped))
         if (done % self.config.heldout_every == 0 or last) and self._is_chief():
             self._look_at_heldout(done)
         if (done % self.config.checkpoint_every == 0 or last) and self._is_chief():
-            progress = checkpoint.Progress(done, self.fingerprint, tuple(sorted(self.reader.skipped)))
+            progress = checkpoint.Progress(done, self.fingerprint, dict(self.reader.skipped), self.plan.identity())
             checkpoint.save_checkpoint(self.checkpoints, progress, self.drafter, self.optimizer)
             checkpoint.rotate(self.checkpoints, self.config.keep_checkpoints)
 
@@ -309,7 +315,7 @@ class _Window:
         self.loss, self.norm, self.rate = self.loss + loss, self.norm + norm, rate
         self.waited_s, self.tokens = self.waited_s + waited_s, self.tokens + tokens
 
-    def summary(self, world: World, done: int, epoch: int, skipped: int) -> dict[str, Any]:
+    def summary(self, world: World, done: int, epoch: int, skipped: Mapping[str, str]) -> dict[str, Any]:
         """One row of `metrics.jsonl`; joins the counts of all ranks and starts a new window."""
         tokens = torch.tensor([float(self.tokens)], dtype=torch.float64)
         packed = world.total(torch.cat([self.correct, self.seen, tokens]).to(world.device)).cpu()
@@ -325,7 +331,8 @@ class _Window:
             "accuracy": _shares(packed[:n], packed[n : 2 * n]),
             "tokens_per_s": float(packed[-1]) / elapsed,
             "data_wait_s": self.waited_s / steps,
-            "skipped": skipped,
+            "skipped": len(skipped),
+            "skipped_why": dict(sorted(Counter(skipped.values()).items())),
         }
         self._clear()
         return row
@@ -335,12 +342,10 @@ def _shares(right: torch.Tensor, seen: torch.Tensor) -> list[float]:
     return [round(float(r / s), 5) if s else 0.0 for r, s in zip(right, seen, strict=True)]
 
 
-def _timed(
-    steps: Iterator[tuple[Step, list[TrainingSample]]],
-) -> Iterator[tuple[Step, list[TrainingSample], float]]:
+def _timed(steps: Iterator[StepData]) -> Iterator[tuple[StepData, float]]:
     while True:
         mark = time.perf_counter()
-        item = next(steps, None)
-        if item is None:
+        data = next(steps, None)
+        if data is None:
             return
-        yield *item, time.perf_counter() - mark
+        yield data, time.perf_counter() - mark

@@ -16,6 +16,7 @@ from cache_schema.plan import ShardPlan
 from cache_schema.rejects import Reject, write_rejects
 from cache_schema.response_format import Response
 from cache_schema.responses import create_responses, write_part
+from cache_schema.storage import open_storage
 
 HOSTILE = "<script>document.title='owned'</script>"
 """A category that must never reach the page as markup."""
@@ -100,7 +101,8 @@ def _generate(run: Path, rng: np.random.Generator) -> None:
 
 def _extract(run: Path, rng: np.random.Generator) -> None:
     identity = CacheIdentity(
-        **SOURCE, layer_ids=(1, 8, 14, 20, 27), layer_convention="after decoder layer i", feature_dtype="bfloat16",
+        **SOURCE, layer_ids=(1, 8, 14, 20, 27), layer_convention="after decoder layer i", target_dtype="bfloat16",
+        feature_dtype="bfloat16",
         last_hidden=False, max_length=3072, responses_sha256="5" * 64,
     )  # fmt: skip
     ids, n_tokens, folder = [f"demo-{i:04d}" for i in range(N_SAMPLES)], rng.integers(60, 160, N_SAMPLES), run / "cache"
@@ -114,7 +116,7 @@ def _extract(run: Path, rng: np.random.Generator) -> None:
             fingerprint=identity.fingerprint(), content_sha256="7" * 64, attempt=1, timings={"total_s": 7.1},
             ledger=(note,) if i == 1 else (),
         )  # fmt: skip
-        create_marker(folder, marker)
+        create_marker(open_storage(folder), marker)
     with (folder / "features.bin").open("wb") as file:
         file.truncate(int(n_tokens.sum()) * 5 * 576 * 2)  # sparse: it takes no room
 

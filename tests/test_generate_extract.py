@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cache_schema.checks import require_same_ids
 from cache_schema.errors import CacheError, ShardRefused
+from cache_schema.layout import feature_format
 from cache_schema.reader import CachedSample, FeatureCache
 from cache_schema.responses import Response, ResponsesTable, create_responses
 from cache_schema.verify import equal_caches, verify_cache
@@ -23,11 +24,11 @@ from stages.answers import GenerateJob, GenerateWorker, plan_parts
 from stages.chat import render_prompt
 from stages.config import GenerateConfig, TargetConfig
 from stages.conversation import Conversation
-from stages.dataset import to_tensor
 from stages.decode import decode_plain
-from stages.extract import batches_by_length, to_stored
+from stages.extract import batches_by_length
 from stages.features import capture_features
 from stages.generate import Answer, Prompt, answer_batch, truncated_distribution
+from stages.quantize import from_stored
 from tests.tiny import (
     FEATURE_LAYERS,
     RESPONSES_IDENTITY,
@@ -255,7 +256,8 @@ def test_a_cache_holds_what_the_target_computes(tmp_path: Path, dtype: str, last
         sample = cache.read(expected.sample_id)
         assert (sample.last_hidden is not None) == last_hidden
         assert_holds(sample, expected, len(expected.input_ids), FEATURE_LAYERS)
-    assert torch.equal(to_tensor(sample).float(), values(sample.features, dtype))
+    read, _ = from_stored(sample.features, sample.scale, feature_format(cache.identity))
+    assert torch.equal(read.float(), values(sample.features, dtype))
 
 
 def test_ids_of_another_table_are_noticed(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_a_layer_that_was_captured_wrongly_is_refused(
         extraction.worker.run(extraction.units[0], 1)
     cache_dir = extraction.job.cache_dir
     left = [p for p in cache_dir.rglob("*") if p.is_file()]
-    assert sorted(p.name for p in left) == ["cache.json", "plan.parquet"]
+    assert sorted(p.name for p in left) == ["cache.json", "plan.parquet", "plan.sha256"]
 
 
 def test_a_thousand_samples_are_all_there(tmp_path: Path) -> None:
@@ -383,8 +385,3 @@ def test_batches_take_every_sample_once(lengths: list[int], batch_tokens: int, l
     for batch in batches:
         assert batch
         assert len(batch) == 1 or len(batch) * max(min(len(r.loss_mask), limit) for r in batch) <= batch_tokens
-
-
-def test_a_type_that_is_not_written_yet_is_refused() -> None:
-    with pytest.raises(CacheError, match="float8_e4m3fn"):
-        to_stored(torch.zeros(1, 1, 2), "float8_e4m3fn")

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from cache_schema.identity import sha256_file
 from cache_schema.marker import committed_shards
 from cache_schema.responses import ResponsesTable
+from cache_schema.storage import open_storage
 from cache_schema.verify import equal_caches, verify_cache
 from pipeline import cli
 from pipeline.steps import STEPS, Run
@@ -312,7 +313,7 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     assert "run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (run / "status" / "extract.json").exists()
-    committed = committed_shards(run / "cache")
+    committed = committed_shards(open_storage(run / "cache"))
     report = verify_cache(run / "cache", committed)
     assert [s.status for s in report.shards] == ["ok"] * len(committed)
     groups = {p.name.split(".")[0] for p in (run / "cache" / "shards").iterdir()}

@@ -1,20 +1,15 @@
-"""Training: the plan of steps, exact resume, fp32 masters, and that eight samples can be learnt by heart."""
+"""Training: exact resume, fp32 masters, and that eight samples can be learnt by heart."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from cache_schema.errors import FingerprintMismatch
@@ -22,10 +17,11 @@ from cache_schema.reader import FeatureCache
 from stages import checkpoint
 from stages.batch import TrainingSample, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
-from stages.dataset import SampleReader, Step, StepPlan, prefetch
+from stages.dataset import SampleReader
 from stages.drafter import Drafter
 from stages.errors import TrainingError
 from stages.objective import heldout_tau
+from stages.order import StepPlan
 from stages.target import Target
 from stages.train import FrozenEnds, Trainer, TrainJob, World, learning_rate, train_rank
 from tests.tiny import make_spec, make_target, make_tokenizer, response, save_target, start_extraction
@@ -36,7 +32,6 @@ CONFIG = TrainConfig(
     anchors=4, epochs=2, batch_samples=3, micro_samples=2, heldout_share=0.0, checkpoint_every=2, log_every=1,
     keep_checkpoints=9, lr=1e-2, bf16=False,
 )  # fmt: skip
-ids_lists = st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=40, unique=True)
 
 
 class Killed(Exception):
@@ -65,7 +60,7 @@ def make_trainer(
     **spec: Any,
 ) -> Trainer:
     drafter = Drafter(make_spec(**spec), seed=1)
-    plan, reader = StepPlan(cache.sample_ids, config, 1), SampleReader(cache, config, 1)
+    plan, reader = StepPlan(cache.plan, config, 1), SampleReader(cache, config, 1)
     ends = FrozenEnds(target.embed, target.head)
     return Trainer(drafter, ends, plan, reader, config, folder, fingerprint, world, on_step)
 
@@ -87,63 +82,6 @@ def metrics(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-# --- the plan of steps -------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(names=ids_lists, batch=st.integers(1, 9), epochs=st.integers(1, 3), seed=st.integers(0, 9), shuffle=st.randoms())
-def test_every_sample_is_in_every_epoch_once(
-    names: list[str], batch: int, epochs: int, seed: int, shuffle: Any
-) -> None:
-    config = TrainConfig(batch_samples=batch, epochs=epochs, heldout_share=0.0)
-    plan = StepPlan(names, config, seed)
-    shuffled = list(names)
-    shuffle.shuffle(shuffled)
-    again = StepPlan(shuffled, config, seed)
-    assert plan.n_steps == epochs * math.ceil(len(names) / batch)
-    steps = [plan.step(i) for i in range(plan.n_steps)]
-    assert [again.step(i) for i in reversed(range(plan.n_steps))] == steps[::-1]  # by index alone, in any order
-    for epoch in range(epochs):
-        seen = [s for step in steps if step.epoch == epoch for s in step.sample_ids]
-        assert sorted(seen) == sorted(names)  # case 2: the last, smaller step is there
-    assert all(0 < len(step.sample_ids) <= batch for step in steps)
-
-
-@settings(max_examples=60, deadline=None)
-@given(names=ids_lists, batch=st.integers(1, 9), world=st.integers(1, 5))
-def test_ranks_share_a_step_without_loss_or_repetition(names: list[str], batch: int, world: int) -> None:
-    plan = StepPlan(names, TrainConfig(batch_samples=batch, heldout_share=0.0), 0)
-    for index in range(plan.steps_per_epoch):
-        step = plan.step(index)
-        shares = [step.sample_ids[rank::world] for rank in range(world)]
-        assert sorted(s for share in shares for s in share) == sorted(step.sample_ids)
-
-
-def test_the_order_changes_with_seed_and_epoch() -> None:
-    names = [str(i) for i in range(30)]
-    config = TrainConfig(batch_samples=30, epochs=2, heldout_share=0.0)
-    orders = {StepPlan(names, config, seed).step(epoch).sample_ids for seed in (0, 1) for epoch in (0, 1)}
-    assert len(orders) == 4
-
-
-def test_held_out_samples_are_chosen_by_id() -> None:
-    config = TrainConfig(heldout_share=0.2, heldout_max=1000)
-    few, many = (StepPlan([str(i) for i in range(n)], config, 0) for n in (200, 400))
-    assert not set(few.heldout) & set(few.training)
-    assert len(few.heldout) + len(few.training) == 200
-    assert 20 <= len(few.heldout) <= 60
-    assert set(few.heldout) <= set(many.heldout)
-    capped = StepPlan([str(i) for i in range(200)], dataclasses.replace(config, heldout_max=5), 0)
-    assert capped.heldout == few.heldout[:5]
-    assert capped.training == few.training  # those beyond the cap are not trained on either
-
-
-def test_nothing_to_train_on_is_an_error() -> None:
-    for names, share in (([], 0.0), (["a"], 0.9999999)):
-        with pytest.raises(TrainingError, match="none is left to train on"):
-            StepPlan(names, TrainConfig(heldout_share=share), 0)
-
-
 def test_the_learning_rate_rises_then_falls_to_nearly_nothing() -> None:
     config = TrainConfig(lr=1.0, warmup_share=0.1)
     rates = [learning_rate(i, 100, config) for i in range(100)]
@@ -153,18 +91,6 @@ def test_the_learning_rate_rises_then_falls_to_nearly_nothing() -> None:
     assert 0 < rates[-1] < 1e-3
     assert rates[55] == pytest.approx(0.5)
     assert learning_rate(0, 1, config) == 1.0
-
-
-def test_prefetched_steps_are_those_of_the_plan(cache: FeatureCache) -> None:
-    plan, reader = StepPlan(cache.sample_ids, CONFIG, 1), SampleReader(cache, CONFIG, 1)
-    found = list(prefetch(plan, reader, start=1, stop=plan.n_steps, rank=1, world=2))
-    assert [step.index for step, _ in found] == list(range(1, plan.n_steps))
-    for step, samples in found:
-        assert [s.sample_id for s in samples] == list(step.sample_ids[1::2])
-        for sample in samples:
-            again = reader.read(sample.sample_id, step.epoch)
-            assert again is not None
-            assert again.anchors.tolist() == sample.anchors.tolist()
 
 
 # --- checkpoints and resume --------------------------------------------------------------------------------------
@@ -267,7 +193,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pyte
 def test_non_finite_gradients_stop_the_run_and_name_the_samples(
     cache: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = StepPlan(cache.sample_ids, CONFIG, 1)
+    plan = StepPlan(cache.plan, CONFIG, 1)
     poisoned = plan.step(2).sample_ids[0]
     read = SampleReader.read
 
@@ -315,11 +241,12 @@ def test_samples_without_an_anchor_are_skipped_and_counted(tmp_path: Path) -> No
     final = make_trainer(cache, tmp_path / "train", config).run()
     rows = metrics(tmp_path / "train")
     assert rows[-1]["skipped"] == 1
-    assert json.loads((final / checkpoint.STATE).read_text())["skipped"] == ["one-token"]
+    assert rows[-1]["skipped_why"] == {"no_anchor": 1}
+    assert json.loads((final / checkpoint.STATE).read_text())["skipped"] == {"one-token": "no_anchor"}
     assert len(rows) == 6
     resumed = make_trainer(cache, tmp_path / "train", config)
     resumed.run()
-    assert resumed.reader.skipped == {"one-token"}
+    assert resumed.reader.skipped == {"one-token": "no_anchor"}
 
 
 def test_what_is_logged(cache: FeatureCache, tmp_path: Path) -> None:
@@ -455,23 +382,3 @@ def tau_on(trainer: Trainer, names: list[str]) -> float:
     tau, n = heldout_tau([trainer._forward(batch)], [batch])
     assert n == len(names)
     return tau
-
-
-def test_an_iterator_that_is_given_up_waits_for_nobody(cache: FeatureCache) -> None:
-    """It may be finalized in the very thread that the reading thread waits for."""
-    go_on = threading.Event()
-
-    class Slow(SampleReader):
-        def read_step(self, step: Step, rank: int, world: int) -> list[TrainingSample]:
-            if step.index:
-                go_on.wait(30)
-            return []
-
-    config = TrainConfig(epochs=2, batch_samples=2, heldout_share=0.0)
-    plan = StepPlan(cache.sample_ids, config, seed=0)
-    steps = prefetch(plan, Slow(cache, config, 0), start=0, stop=plan.n_steps, rank=0, world=1)
-    next(steps)
-    began = time.monotonic()
-    steps.close()
-    assert time.monotonic() - began < 5
-    go_on.set()

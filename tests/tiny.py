@@ -164,6 +164,7 @@ def start_extraction(
         target_name="tiny",
         target_revision=None,
         target_weights_sha256="w" * 64,
+        target_dtype="float32",
         tokenizer_sha256="t" * 64,
         chat_template_sha256="c" * 64,
         layer_ids=layer_ids,
@@ -180,7 +181,13 @@ def start_extraction(
     create_cache(folder / "cache", made_of, plan)
     job = ExtractJob(
         TargetConfig(model="tiny", dtype="float32"),
-        CacheConfig(layer_ids=layer_ids, max_length=max_length),
+        CacheConfig(
+            layer_ids=layer_ids,
+            max_length=max_length,
+            dtype=made_of.feature_dtype,  # type: ignore[arg-type]
+            bits=made_of.feature_bits,
+            group=made_of.feature_group,
+        ),
         ExtractConfig(batch_tokens=batch_tokens),
         made_of,
         folder / "responses",

@@ -22,6 +22,7 @@ IDENTITY = CacheIdentity(
     target_name="tiny",
     target_revision=None,
     target_weights_sha256="w" * 64,
+    target_dtype="bfloat16",
     tokenizer_sha256="t" * 64,
     chat_template_sha256="c" * 64,
     layer_ids=LAYERS,

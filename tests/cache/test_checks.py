@@ -30,8 +30,8 @@ def test_one_nan_in_a_large_array_is_found_in_any_block(monkeypatch: pytest.Monk
 
 
 def test_unknown_type_is_refused() -> None:
-    with pytest.raises(CacheError, match="int8"):
-        non_finite(features("x", 2), "int8")
+    with pytest.raises(CacheError, match="int4"):
+        non_finite(features("x", 2), "int4")
 
 
 @pytest.mark.parametrize("zero", [0x0000, 0x8000])
@@ -93,3 +93,34 @@ def test_ids_that_differ_name_sample_and_position() -> None:
         require_same_ids("x", found, expected, "shard-00001")
     with pytest.raises(ShardCorrupt, match="at position 3: found nothing, expected 8"):
         require_same_ids("x", found[:3], found, "shard-00001")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad", "good"),
+    [
+        ("float16", [0x7C00, 0xFC01], 0x7BFF),
+        ("float8_e4m3fn", [0x7F, 0xFF], 0x7E),
+        ("float32", [0x7F800000, 0xFFC00000], 0x7F7FFFFF),
+    ],
+)
+def test_non_finite_bits_of_every_type(dtype: str, bad: list[int], good: int) -> None:
+    width = {"float16": np.uint16, "float8_e4m3fn": np.uint8, "float32": np.uint32}[dtype]
+    values = np.full((3, 2, 4), good, width)
+    assert not non_finite(values, dtype)
+    for value in bad:
+        for at in ((0, 0, 0), (2, 1, 3)):
+            damaged = values.copy()
+            damaged[at] = value
+            assert non_finite(damaged, dtype)
+
+
+def test_equal_codes_under_other_scales_are_other_states() -> None:
+    codes = np.ones((4, 2, 8), np.int8)
+    scale = np.ones((4, 2, 1), np.float32)
+    with pytest.raises(ShardRefused, match="identical"):
+        LayerCheck("shard-00003", (1, 4), "int8").add("x", codes, scale)
+    scale[:, 1] = 2
+    LayerCheck("shard-00003", (1, 4), "int8").add("x", codes, scale)
+    codes[:, 1] = 0
+    with pytest.raises(ShardRefused, match="zero"):
+        LayerCheck("shard-00003", (1, 4), "int8").add("x", codes, scale)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from cache_schema.errors import CacheError
 from cache_schema.layout import decode_ids, encode_ids, offsets_of
 from cache_schema.names import require_sample_id, shard_index, shard_name
 from cache_schema.plan import ShardPlan, plan_shards
+from cache_schema.storage import open_storage
 from tests.cache.builders import flip_byte
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -42,7 +44,7 @@ def test_plan_keeps_order_and_fills_greedily(lengths: list[int], bytes_per_token
 def test_plan_round_trip_through_parquet(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_bytes: int
 ) -> None:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    path = open_storage(tmp_path_factory.mktemp("plan"))
     plan = plan_shards(ids(len(lengths)), lengths, 1, shard_bytes)
     assert plan.create(path)
     again = ShardPlan.read(path)
@@ -53,9 +55,9 @@ def test_plan_round_trip_through_parquet(
 
 def test_existing_plan_is_not_replaced(tmp_path: Path) -> None:
     first, second = (plan_shards(ids(4), [10] * 4, 1, size) for size in (20, 40))
-    assert first.create(tmp_path / "plan.parquet")
-    assert not second.create(tmp_path / "plan.parquet")
-    assert ShardPlan.read(tmp_path / "plan.parquet") == first
+    assert first.create(open_storage(tmp_path))
+    assert not second.create(open_storage(tmp_path))
+    assert ShardPlan.read(open_storage(tmp_path)) == first
 
 
 def test_sha_depends_on_shards_and_samples_sha_does_not() -> None:
@@ -66,23 +68,26 @@ def test_sha_depends_on_shards_and_samples_sha_does_not() -> None:
 
 
 def test_damaged_plan_is_refused_wherever_a_byte_flips(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    plan = plan_shards(ids(40), list(range(1, 41)), 1, 100)
-    plan.create(path)
-    whole = path.read_bytes()
-    refused = 0
-    for at in range(0, len(whole), 7):
+    storage = open_storage(tmp_path)
+    assert plan_shards(ids(40), list(range(1, 41)), 1, 100).create(storage)
+    for name, step in (("plan.parquet", 7), ("plan.sha256", 1)):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        for at in range(0, len(whole), step):
+            path.write_bytes(whole)
+            flip_byte(path, at)
+            with pytest.raises(CacheError, match=r"plan\.parquet"):
+                ShardPlan.read(storage)
         path.write_bytes(whole)
-        flip_byte(path, at)
-        try:
-            found = ShardPlan.read(path)
-        except CacheError as error:
-            refused += path.name in str(error)
-        else:
-            # Some bytes (the writer's name, statistics) mean nothing to us; what is read must be right.
-            assert found == plan
-            refused += 1
-    assert refused == len(range(0, len(whole), 7))
+    assert subprocess.run(["sha256sum", "-c", "plan.sha256"], cwd=tmp_path, check=False).returncode == 0
+
+
+def test_plan_killed_before_its_checksum_gets_it(tmp_path: Path) -> None:
+    storage, plan = open_storage(tmp_path), plan_shards(ids(4), [1, 2, 3, 4], 1, 5)
+    assert plan.create(storage)
+    (tmp_path / "plan.sha256").unlink()
+    assert not plan.create(storage)
+    assert ShardPlan.read(storage) == plan
 
 
 @pytest.mark.parametrize(

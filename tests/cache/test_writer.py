@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import zarr
 
+from cache_schema.array_writer import ArrayWriter, WrittenArray
+from cache_schema.codec import COMPRESSIONS
 from cache_schema.errors import CacheError, FingerprintMismatch, ShardCorrupt, ShardNotCommitted, ShardRefused
-from cache_schema.layout import decode_ids, write_group
+from cache_schema.layout import decode_ids
 from cache_schema.marker import read_marker
 from cache_schema.reader import FeatureCache, create_cache
+from cache_schema.storage import open_storage
 from cache_schema.verify import equal_caches, verify_cache
 from cache_schema.writer import ShardWriter
 from tests.cache.builders import (
@@ -25,6 +28,7 @@ from tests.cache.builders import (
     WITH_HIDDEN,
     append,
     features,
+    flip_byte,
     make_cache,
     make_plan,
     mask,
@@ -45,7 +49,7 @@ def open_writer(cache: Path, lengths: dict[str, int] | None = None, **changes: A
 
 
 def groups(cache: Path) -> list[str]:
-    return sorted(p.name for p in (cache / "shards").iterdir())
+    return sorted(p.name for p in cache.glob("shards/*"))
 
 
 def test_zarr_opens_the_group_without_our_code(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_arrays_of_zeros_are_written_too(tmp_path: Path) -> None:
     assert marker.arrays["loss_mask"].bytes > 200
     assert verify_cache(tmp_path).ok
     (tmp_path / "shards" / marker.group / "loss_mask" / "c" / "0").unlink()
-    with pytest.raises(ShardCorrupt, match="loss_mask is missing"):
+    with pytest.raises(ShardCorrupt, match=r"loss_mask is damaged: its object is missing"):
         FeatureCache.open(tmp_path).read("a")
 
 
@@ -119,7 +123,7 @@ def test_every_planned_sample_is_stored_or_in_the_ledger(tmp_path: Path) -> None
             writer.commit()
     assert groups(tmp_path) == []
     with pytest.raises(ShardNotCommitted):
-        read_marker(tmp_path, SHARD)
+        read_marker(open_storage(tmp_path), SHARD)
 
 
 def test_non_finite_sample_is_quarantined_and_the_rest_commits(tmp_path: Path) -> None:
@@ -158,7 +162,7 @@ def test_shard_without_any_stored_sample_commits(tmp_path: Path) -> None:
     assert (marker.samples, marker.tokens) == (0, 0)
     cache = FeatureCache.open(tmp_path, require_complete=True)
     assert cache.sample_ids == []
-    assert cache.shard(SHARD).array_names
+    assert cache.shard(SHARD).array("features").rows == 0
     assert verify_cache(tmp_path).ok
 
 
@@ -172,7 +176,7 @@ def test_refused_shard_leaves_nothing(tmp_path: Path, fault: str) -> None:
         with pytest.raises(ShardRefused, match=r"shard-00000, sample 'b'.*7.*(zero|identical)"):
             append(writer, "b", 3, features_TLD=states)
     assert groups(tmp_path) == []
-    assert not list((tmp_path / "commits").iterdir())
+    assert not list(tmp_path.glob("commits/*"))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +245,7 @@ def test_two_writers_on_one_shard_have_one_winner(tmp_path: Path) -> None:
 def test_equal_runs_give_equal_markers_but_for_group_attempt_and_timings(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_cache(tmp_path / name)
-    a, b = (read_marker(tmp_path / name, SHARD) for name in ("one", "two"))
+    a, b = (read_marker(open_storage(tmp_path / name), SHARD) for name in ("one", "two"))
     assert a != b
     assert a == dataclasses.replace(b, group=a.group, attempt=a.attempt, timings=a.timings)
     assert equal_caches(tmp_path / "one", tmp_path / "two") == []
@@ -267,17 +271,26 @@ def test_full_disk_leaves_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="No space left"):
         writer.commit()
     assert groups(tmp_path) == []
-    assert not list((tmp_path / "commits").iterdir())
+    assert not list(tmp_path.glob("commits/*"))
 
 
-def test_write_that_reads_back_otherwise_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bad_disk(path: Path, specs: Any, data: dict[str, Any]) -> None:
-        write_group(path, specs, data | {"input_ids": data["input_ids"] + 1})
+@pytest.mark.parametrize("at", [0, -1], ids=["first chunk", "index"])
+def test_write_that_reads_back_otherwise_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    close = ArrayWriter.close
 
-    monkeypatch.setattr("cache_schema.writer.write_group", bad_disk)
+    def bad_disk(self: ArrayWriter) -> WrittenArray:
+        written = close(self)
+        if self.spec.name == "input_ids":
+            (path,) = tmp_path.glob("shards/*/input_ids/c/0")
+            flip_byte(path, at)
+        return written
+
+    monkeypatch.setattr(ArrayWriter, "close", bad_disk)
     with open_writer(tmp_path, {"a": 70}) as writer:
         append(writer, "a", 70)
-        with pytest.raises(ShardCorrupt, match="input_ids reads back differently"):
+        with pytest.raises(ShardCorrupt, match="input_ids is damaged"):
             writer.commit()
     assert groups(tmp_path) == []
 
@@ -321,3 +334,53 @@ def test_ledger_lies_in_the_plans_order_whenever_its_rows_came(tmp_path: Path) -
     commit(tmp_path / "one", "bc")
     commit(tmp_path / "two", "cb")
     assert equal_caches(tmp_path / "one", tmp_path / "two") == []
+
+
+QUANTISED = dataclasses.replace(WITH_HIDDEN, feature_dtype="int8", feature_bits=8, feature_group=3)
+
+
+def quantised(sample_id: str, n_tokens: int) -> dict[str, Any]:
+    """Codes that repeat, so that they compress, and scales of three groups (3, 3 and 2 of 8 channels)."""
+    rng = np.random.default_rng(list(sample_id.encode()))
+    return {
+        "features_TLD": rng.integers(-3, 4, (n_tokens, len(LAYERS), HIDDEN)).astype(np.int8),
+        "scale_TLG": rng.random((n_tokens, len(LAYERS), 3), np.float32),
+        "last_hidden": features(sample_id, n_tokens)[:, 0].copy(),
+    }
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_quantised_features_read_as_written(tmp_path: Path, compression: str) -> None:
+    """By us, whole and in part, and by zarr-python; whatever the compression."""
+    plan = create_cache(tmp_path, QUANTISED, make_plan())
+    for shard in plan.shards():
+        with ShardWriter(tmp_path, shard, QUANTISED, HIDDEN, compression=compression) as writer:
+            for sample_id in plan.samples(shard):
+                append(writer, sample_id, LENGTHS[sample_id], **quantised(sample_id, LENGTHS[sample_id]))
+            marker = writer.commit()
+        group = zarr.open_group(tmp_path / "shards" / marker.group, mode="r")
+        stored = [quantised(s, LENGTHS[s]) for s in plan.samples(shard)]
+        for name, key in (("features", "features_TLD"), ("feature_scale", "scale_TLG"), ("last_hidden", "last_hidden")):
+            np.testing.assert_array_equal(group[name][:], np.concatenate([values[key] for values in stored]))
+        plain = marker.tokens * len(LAYERS) * HIDDEN
+        assert (marker.arrays["features"].bytes < plain) == (compression != "none")
+    cache = FeatureCache.open(tmp_path, QUANTISED, require_complete=True)
+    for sample_id, n in LENGTHS.items():
+        expected = quantised(sample_id, n)
+        for stop in (None, 1, 63, 64, 65, 500):
+            sample = cache.read(sample_id, stop)
+            np.testing.assert_array_equal(sample.features, expected["features_TLD"][:stop])
+            np.testing.assert_array_equal(sample.scale, expected["scale_TLG"][:stop])
+            np.testing.assert_array_equal(sample.last_hidden, expected["last_hidden"][:stop])
+            assert len(sample.input_ids) == n
+    assert verify_cache(tmp_path).ok
+
+
+def test_scales_that_are_not_finite_or_missing_are_noticed(tmp_path: Path) -> None:
+    values = quantised("a", 70)
+    with open_writer(tmp_path, {"a": 70}, identity=QUANTISED) as writer:
+        with pytest.raises(CacheError, match=r"given are .*expected .*feature_scale"):
+            append(writer, "a", 70, **(values | {"scale_TLG": None}))
+        values["scale_TLG"][3, 1, 2] = np.inf
+        assert not append(writer, "a", 70, **values)
+        assert writer.commit().ledger[0]["detail"].startswith("feature_scale")

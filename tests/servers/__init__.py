@@ -1,0 +1,1 @@
+"""Real servers on this machine, for tests."""
