@@ -5,25 +5,29 @@ of bytes. Without compression the bytes of the chunks go straight to where the r
 puts each chunk's checksum, and the rows before and behind the range, aside); with compression the range is
 read into scratch memory first.
 
-Measured: the CRC of a chunk costs about 0.1 s per GB, as much as one copy in memory.
+A local file is read in pieces, each of which is checked while it is still in the processor's cache: the CRC then costs
+0.02–0.05 s per GB and not 0.1–0.2, where the read itself costs 0.15.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache_schema.codec import CRC_BYTES, crc32c
+from cache_schema.codec import CRC_BYTES, crc32c, crc32c_value
 from cache_schema.errors import ShardCorrupt
 from cache_schema.layout import CHUNK_ROWS, ArraySpec, index_bytes, n_chunks
 from cache_schema.storage import ObjectReader, Storage
 
 _SCRATCH = threading.local()
+_Piece = tuple[memoryview, bool]
+"""Where some of an object's next bytes go; whether they are a chunk's checksum."""
 
 
 class ArrayReader:
@@ -115,26 +119,41 @@ class ArrayReader:
         return out
 
     def _read_fixed(self, start: int, stop: int, out: NDArray[np.uint8], sample_id: str | None) -> None:
+        first, last = start // CHUNK_ROWS, (stop - 1) // CHUNK_ROWS
+        stored = np.empty(last + 1 - first, "<u4")
+        buffers = self._fixed_buffers(start, stop, memoryview(out), memoryview(stored.view(np.uint8)))
+        what = f"{self._whose(sample_id)}rows {start}:{stop}"
+        place, value, found = int(self._starts[first]), 0, []
+        for request in _requests(buffers, self._piece_bytes):
+            self._fill(place, [buffer for buffer, _ in request], what)
+            for buffer, is_sum in request:
+                place += len(buffer)
+                if is_sum:
+                    found.append(value)
+                    value = 0
+                else:
+                    value = crc32c_value(buffer, value)
+        wrong = np.flatnonzero(stored != np.asarray(found, np.uint32))
+        if len(wrong):
+            raise self._bad_chunk(first + int(wrong[0]), sample_id)
+
+    def _fixed_buffers(self, start: int, stop: int, out: memoryview, sums: memoryview) -> Iterator[_Piece]:
+        """Where the bytes of the chunks of rows `start:stop` go, in order."""
         row, size = self.spec.row_bytes, self.spec.chunk_bytes
         first, last = start // CHUNK_ROWS, (stop - 1) // CHUNK_ROWS
         before = (start - first * CHUNK_ROWS) * row
         behind = ((last + 1) * CHUNK_ROWS - stop) * row
-        aside = _scratch(before + behind)
-        sums = np.empty((last + 1 - first, CRC_BYTES), np.uint8)
-        pieces: list[list[NDArray[np.uint8]]] = []
+        aside = memoryview(_scratch(before + behind))
         at = 0
-        for chunk in range(first, last + 1):
-            head = before if chunk == first else 0
-            tail = behind if chunk == last else 0
-            body = out[at : at + size - head - tail]
-            at += len(body)
-            ends = [aside[:head]] if head else [], [aside[before : before + tail]] if tail else []
-            pieces.append([*ends[0], body, *ends[1]])
-        buffers = [b for own, crc in zip(pieces, sums, strict=True) for b in (*own, crc)]
-        self._fill(int(self._starts[first]), buffers, f"{self._whose(sample_id)}rows {start}:{stop}")
-        for i, own in enumerate(pieces):
-            if crc32c(*own) != sums[i].tobytes():
-                raise self._bad_chunk(first + i, sample_id)
+        for i in range(last + 1 - first):
+            if i == 0 and before:
+                yield aside[:before], False
+            n = size - (before if i == 0 else 0) - (behind if i == last - first else 0)
+            yield out[at : at + n], False
+            at += n
+            if i == last - first and behind:
+                yield aside[before:], False
+            yield sums[i * CRC_BYTES : (i + 1) * CRC_BYTES], True
 
     def _read_compressed(self, start: int, stop: int, out: NDArray[np.uint8], sample_id: str | None) -> None:
         first, last = start // CHUNK_ROWS, (stop - 1) // CHUNK_ROWS
@@ -177,6 +196,10 @@ class ArrayReader:
             stop = min(start + step, self.rows)
             yield self.read(start, stop, buffer[: stop - start])
 
+    @property
+    def _piece_bytes(self) -> int | None:
+        return self._object.piece_bytes if self._object is not None else None
+
     def _fill(self, start: int, buffers: list[Any], what: str) -> None:
         if self._object is None:
             raise self._corrupt(f"{what} are asked for, but it has no rows")
@@ -195,6 +218,20 @@ class ArrayReader:
 
     def _corrupt(self, what: str) -> ShardCorrupt:
         return ShardCorrupt(f"{self._shard}: {self.spec.name} is damaged: {what}; {self._remedy}")
+
+
+def _requests(pieces: Iterable[_Piece], size: int | None) -> Iterator[list[_Piece]]:
+    """The same, divided into requests of about `size` bytes each; None makes one request of all."""
+    limit = size if size is not None else sys.maxsize
+    request: list[_Piece] = []
+    free = limit
+    for buffer, is_sum in pieces:
+        while len(buffer) > free and not is_sum:
+            yield [*request, (buffer[:free], False)]
+            request, buffer, free = [], buffer[free:], limit
+        request.append((buffer, is_sum))
+        free = max(0, free - len(buffer))
+    yield request
 
 
 def _scratch(n: int) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """The codecs of an inner chunk: `bytes`, then perhaps a compressor, then `crc32c`.
 
 The same chain is told to every Zarr reader in the array's metadata (`metadata`) and applied by our own writer and
-reader (`encode`, `decode`). The checksum comes last, so a damaged chunk is found before anything decompresses it.
+reader (`compress`, `decompress`). The checksum comes last, so a damaged chunk is found before anything decompresses it.
 
 Source of the names and settings: the Zarr v3 codecs registry; zstd and blosc as zarr-python's `ZstdCodec` and
 `BloscCodec` write them, so their bytes equal those of zarr-python.
@@ -9,11 +9,10 @@ Source of the names and settings: the Zarr v3 codecs registry; zstd and blosc as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
+import awscrt.checksums
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,12 +24,25 @@ BLOSC_LEVEL = 5
 COMPRESSIONS = ("none", "zstd", "blosc-lz4", "blosc-zstd")
 
 
+def crc32c_value(data: Any, value: int = 0) -> int:
+    """CRC-32C of bytes, going on from the value of those before.
+
+    Amazon's implementation takes 0.02 s per GB of cached memory where google-crc32c takes 0.05, and up to 0.2 for
+    memory that is not cached: as much as the read itself.
+
+    Args:
+        data: contiguous; anything with the buffer protocol.
+        value: of what comes before.
+    """
+    return int(awscrt.checksums.crc32c(data, value))
+
+
 def crc32c(*pieces: Any) -> bytes:
     """CRC-32C of the pieces joined, as the four little-endian bytes that Zarr stores."""
     value = 0
     for piece in pieces:
-        value = google_crc32c.extend(value, np.frombuffer(piece, np.uint8))
-    return int(value).to_bytes(CRC_BYTES, "little")
+        value = crc32c_value(piece, value)
+    return value.to_bytes(CRC_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +92,20 @@ class ChunkCodec:
             return [{"name": "blosc", "configuration": settings}]
         return []
 
-    def encode(self, chunk: NDArray[Any]) -> Sequence[Any]:
-        """A chunk as the pieces that are stored one after the other; the last is the checksum.
+    def compress(self, plain: NDArray[np.uint8], itemsize: int) -> Any:
+        """The stored bytes of a chunk, without its checksum.
 
         Args:
-            chunk: contiguous, little-endian.
+            plain: [bytes of a chunk], little-endian.
+            itemsize: bytes of a value.
         """
-        plain = chunk.reshape(-1).view(np.uint8)
-        body = plain.data if self.fixed else self._compress(plain, chunk.itemsize)
-        return body, crc32c(body)
-
-    def _compress(self, body: NDArray[np.uint8], itemsize: int) -> Any:
         import numcodecs
 
         if self.compression == "zstd":
-            return numcodecs.Zstd(level=ZSTD_LEVEL).encode(body)
+            return numcodecs.Zstd(level=ZSTD_LEVEL).encode(plain)
         cname = self.compression.removeprefix("blosc-")
         blosc = numcodecs.Blosc(cname=cname, clevel=BLOSC_LEVEL, shuffle=numcodecs.Blosc.BITSHUFFLE, typesize=itemsize)
-        return blosc.encode(body)
+        return blosc.encode(plain)
 
     def decompress(self, body: Any, out: NDArray[np.uint8]) -> None:
         """Decompress what `encode` compressed.

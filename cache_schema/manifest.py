@@ -9,7 +9,8 @@ from cache_schema import names
 from cache_schema.errors import CacheError, FingerprintMismatch
 from cache_schema.identity import CacheIdentity, canonical_json, require_same
 from cache_schema.plan import ShardPlan
-from cache_schema.storage import FolderStorage, Location, Storage, open_storage
+from cache_schema.soundness import require_sound
+from cache_schema.storage import Location, Storage, open_storage
 
 
 def create_cache(location: Location | Storage, identity: CacheIdentity, plan: ShardPlan) -> ShardPlan:
@@ -29,7 +30,8 @@ def create_cache(location: Location | Storage, identity: CacheIdentity, plan: Sh
 
     Raises:
         FingerprintMismatch: the folder holds a cache of another identity; names each field and both values.
-        CacheError: same identity, but other samples or lengths.
+        CacheError: same identity, but other samples or lengths; or an object store that breaks a promise.
+        OSError: as the storage gave it.
     """
     storage = open_storage(location)
     if not isinstance(storage, FolderStorage):

@@ -177,7 +177,7 @@ def translated(error: Exception, where: str) -> Exception:
     away = "HTTP error" in text if status is None else status in (408, 429) or (status >= 500 and status != 501)
     if away:
         return OSError(errno.EHOSTUNREACH, f"the object store cannot be reached ({essence})", where)
-    return OSError(errno.EPROTO, f"the object store answers as none may ({essence})", where)
+    return OSError(errno.EPROTO, f"the object store gave an answer that makes no sense here ({essence})", where)
 
 
 def _is_obstore(error: Exception) -> bool:

@@ -30,6 +30,8 @@ Buffer = Any
 """Anything with the buffer protocol that is contiguous: bytes, bytearray, memoryview, numpy array."""
 IOV_MAX = 1024
 """Buffers of one vectored read (Linux)."""
+PIECE_BYTES = 256 << 10
+"""What fits into a core's own cache beside other things: read, or written, and hashed in one go."""
 
 
 class ObjectReader(ABC):
@@ -37,9 +39,11 @@ class ObjectReader(ABC):
 
     Attributes:
         size: bytes of the object when it was opened.
+        piece_bytes: how much to read at once where several reads cost no more than one; None where each is a request.
     """
 
     size: int
+    piece_bytes: int | None = None
 
     @abstractmethod
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> None:
@@ -197,7 +201,8 @@ class FolderStorage(Storage):
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         top = self._path(prefix)
         found = (Path(folder, name) for folder, _, files in os.walk(top) for name in files)
-        for path in sorted(p for p in found if not p.name.endswith(durable.TEMPORARY_SUFFIX)):
+        kept = (p for p in found if not p.name.endswith(durable.TEMPORARY_SUFFIX))
+        for path in sorted(kept, key=Path.as_posix):
             try:
                 yield path.relative_to(self.root).as_posix(), path.stat().st_size
             except FileNotFoundError:
@@ -256,6 +261,8 @@ class FolderStorage(Storage):
 
 
 class _FileReader(ObjectReader):
+    piece_bytes = PIECE_BYTES
+
     def __init__(self, path: Path) -> None:
         try:
             # The file object closes its descriptor when the last reader lets go of it, so a cache may forget an

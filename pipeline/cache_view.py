@@ -1,43 +1,64 @@
-"""What `dflash cache` prints: tables of shards, samples and findings, from plain dicts."""
+"""What `dflash cache ls`, `info`, `show` and `stats` print: tables from plain dicts.
+
+Sample ids, texts and reasons are other people's: control characters in them are replaced.
+"""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
+import os
+import sys
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cache_schema.checks import require_same_ids
-from cache_schema.errors import CacheError
-from cache_schema.reader import FeatureCache
-from cache_schema.verify import verify_cache
-from pipeline.progress import Progress
-from pipeline.report_text import bytes_text
+from pipeline.report_text import bytes_text, clean, count_text, number_text, percent_text, seconds_text
 
-HEAD_CHANNELS = 6
+_LEFT = ("shard", "state", "array", "type", "problem", "sample", "ledger: sample", "reason", "detail", "identity",
+         "value", "compression", "key", "kind", "note")  # fmt: skip
+_OPEN, _CLOSE = "⟦", "⟧"
+_WIDTH = 110
 
 
-def _render(*parts: Any) -> str:
+def render(*parts: Any, colour: bool = False) -> str:
+    """Parts as text, one below the other.
+
+    Args:
+        colour: with the codes that colour a terminal.
+    """
     stream = io.StringIO()
-    console = Console(file=stream, width=110)
+    console = Console(
+        file=stream, width=_width(), force_terminal=colour, color_system="standard" if colour else None,
+        no_color=not colour, highlight=False, legacy_windows=False,
+    )  # fmt: skip
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text))
     return stream.getvalue().rstrip()
 
 
-def _table(columns: list[str], rows: list[list[Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
+def _width() -> int:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return _WIDTH
+
+
+def wants_colour() -> bool:
+    """Whether stdout is a terminal that shows colour; `NO_COLOR` and `FORCE_COLOR` decide where they are set."""
+    console = Console()
+    return console.is_terminal and not console.no_color and console.color_system is not None
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> Table:
+    """A plain table; words to the left, numbers to the right."""
+    made = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(
-            column, justify="left" if column in ("shard", "state", "array", "dtype", "problem") else "right"
-        )
+        made.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(v)) for v in row))
-    return table
+        made.add_row(*(Text(str(clean(v))) for v in row))
+    return made
 
 
 def shards_table(cache: dict[str, Any], shards: list[dict[str, Any]]) -> str:
@@ -57,119 +78,152 @@ def shards_table(cache: dict[str, Any], shards: list[dict[str, Any]]) -> str:
     identity = cache["identity"]
     total = (
         f"{cache['path']}: {cache['committed_shards']} of {cache['planned_shards']} shards, "
-        f"{cache['samples']} samples, "
-        f"{cache['tokens']} tokens, {bytes_text(cache['bytes'])}, "
+        f"{cache['samples']} samples, {cache['tokens']} tokens, {bytes_text(cache['bytes'])}, "
         f"{cache['dropped']} dropped {cache['ledger_reasons'] or ''}\n"
-        f"target {identity['target_name']}, layers {identity['layer_ids']}, {identity['feature_dtype']}, "
+        f"target {clean(identity['target_name'])}, layers {identity['layer_ids']}, {identity['feature_dtype']}, "
         f"fingerprint {cache['fingerprint'][:16]}"
     )
-    return _render(_table(["shard", "state", "samples", "tokens", "bytes", "dropped", "noted"], rows), Text(total))
+    return render(table(["shard", "state", "samples", "tokens", "bytes", "dropped", "noted"], rows), Text(total))
+
+
+def info_table(info: dict[str, Any]) -> str:
+    """`dflash cache info`."""
+    stored, planned, timings = info["stored"], info["planned"], info["timings"]
+    facts = [
+        ["path", info["path"]],
+        ["fingerprint", info["fingerprint"]],
+        ["shards", f"{stored['shards']} of {planned['shards']}" + _state_text(info)],
+        ["samples", f"{count_text(stored['samples'])} of {count_text(planned['samples'])}"],
+        ["tokens", f"{count_text(stored['tokens'])} of {count_text(planned['tokens'])}"],
+        ["bytes", f"{bytes_text(stored['bytes'])} ({stored['bytes']:,})"],
+        ["features", _compression_text(info["compression"])],
+        ["tokens a sample", _lengths_text(info["lengths"])],
+        ["ledger", _ledger_text(info["ledger"])],
+        ["garbage", f"{info['garbage']['items']} items, {bytes_text(info['garbage']['bytes'])} (`dflash cache gc`)"],
+        ["writing", _timings_text(timings)],
+    ]
+    arrays = [
+        [name, a["dtype"], ["rows", *a["row_shape"]], ", ".join(a["compression"]), bytes_text(a["plain_bytes"]),
+         bytes_text(a["bytes"])]
+        for name, a in info["arrays"].items()
+    ]  # fmt: skip
+    identity = [[name, number_text(value) if value is not None else "–"] for name, value in info["identity"].items()]
+    problems = [[shard, problem] for shard, problem in info["damaged"].items()]
+    problems += [[shard, "has a commit marker, but is not in the plan"] for shard in info["strays"]]
+    parts = [table(["key", "value"], facts), Text("")]
+    parts += [table(["array", "type", "shape", "compression", "plain", "stored"], arrays), Text("")]
+    parts.append(table(["identity", "value"], identity))
+    return render(*parts, *([Text(""), table(["shard", "problem"], problems)] if problems else []))
+
+
+def _state_text(info: dict[str, Any]) -> str:
+    found = {"missing": info["missing"], "evicted": info["evicted"], "DAMAGED": list(info["damaged"])}
+    return "".join(f"; {len(shards)} {name} ({_few(shards)})" for name, shards in found.items() if shards)
+
+
+def _few(names: list[str], n: int = 3) -> str:
+    return ", ".join(names[:n]) + (", …" if len(names) > n else "")
+
+
+def _compression_text(found: dict[str, Any]) -> str:
+    if found["ratio"] is None:
+        return "–"
+    return f"{bytes_text(found['stored_bytes'])}, {found['ratio']:.3f} of bfloat16 ({bytes_text(found['bfloat16_bytes'])})"
+
+
+def _lengths_text(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    names = {"min": "min", "mean": "mean", "p50": "median", "p95": "95 %", "max": "max"}
+    return ", ".join(f"{name} {found[key]:,.0f}" for key, name in names.items())
+
+
+def _ledger_text(found: dict[str, dict[str, int]]) -> str:
+    parts = [f"{reason}: " + ", ".join(f"{n} {k}" for k, n in counts.items() if n) for reason, counts in found.items()]
+    return "; ".join(parts) or "empty"
+
+
+def _timings_text(found: dict[str, Any]) -> str:
+    if found["writer_mb_per_s"] is None:
+        return "–"
+    return (
+        f"{seconds_text(found.get('total_s'))} of one worker ({found['worker_mb_per_s']} MB/s with the target), of it "
+        f"writing, syncing and checking at {found['writer_mb_per_s']} MB/s"
+    )
 
 
 def shard_table(shard: dict[str, Any]) -> str:
     """`dflash cache show SHARD`."""
-    plain = "\n".join(f"{k}: {v}" for k, v in shard.items() if not isinstance(v, dict | list))
-    arrays = [[name, a["dtype"], a["shape"], bytes_text(a["bytes"])] for name, a in shard["arrays"].items()]
+    plain = "\n".join(f"{k}: {clean(v)}" for k, v in shard.items() if not isinstance(v, dict | list))
+    timings = ", ".join(f"{name} {value:g}" for name, value in shard["timings"].items())
+    arrays = [
+        [name, a["dtype"], a["shape"], a["compression"], bytes_text(a["bytes"])] for name, a in shard["arrays"].items()
+    ]
     samples = [[s["sample_id"], s["tokens"]] for s in shard["stored"]]
     ledger = [[r["sample_id"], r["reason"], r["detail"]] for r in shard["ledger"]]
-    return _render(
-        Text(plain),
-        _table(["array", "dtype", "shape", "bytes"], arrays),
-        _table(["sample", "tokens"], samples),
-        _table(["ledger: sample", "reason", "detail"], ledger) if ledger else Text("ledger: empty"),
+    return render(
+        Text(plain + f"\ntimings: {timings}"),
+        table(["array", "type", "shape", "compression", "bytes"], arrays),
+        table(["sample", "tokens"], samples),
+        table(["ledger: sample", "reason", "detail"], ledger) if ledger else Text("ledger: empty"),
     )
 
 
-def sample_view(cache: Path, shard: str, sample_id: str) -> dict[str, Any]:
-    """One sample: ids, mask, norms per layer and the first channels of its first tokens.
-
-    Raises:
-        CacheError: no such sample in that shard, or it is damaged.
-    """
-    opened = FeatureCache.open(cache)
-    planned = opened.plan.samples(shard)
-    if sample_id not in planned:
-        raise CacheError(f"{shard} of {cache} has no sample {sample_id!r}; it has {', '.join(planned[:4])}…")
-    sample = opened.read(sample_id)
-    values_TLD = widen(sample.features, sample.features_dtype)
-    return {
-        "sample_id": sample_id,
-        "shard": shard,
-        "tokens": len(sample.input_ids),
-        "supervised": int(sample.loss_mask.sum()),
-        "input_ids": sample.input_ids.tolist(),
-        "loss_mask": sample.loss_mask.tolist(),
-        "layers": [
-            {
-                "layer": layer,
-                "mean_norm": round(float(np.linalg.norm(values_TLD[:, i], axis=-1).mean()), 4),
-                "max_abs": round(float(np.abs(values_TLD[:, i]).max()), 4),
-                "head": [round(float(v), 4) for v in values_TLD[0, i, :HEAD_CHANNELS]],
-            }
-            for i, layer in enumerate(opened.identity.layer_ids)
-        ],
-    }
-
-
-def widen(features: Any, dtype: str) -> Any:
-    """Stored features as float32."""
-    if dtype == "bfloat16":
-        return (features.astype(np.uint32) << 16).view(np.float32)
-    return features.astype(np.float32)
-
-
-def sample_table(view: dict[str, Any]) -> str:
-    """`dflash cache show SHARD SAMPLE`: supervised ids in brackets."""
-    ids = " ".join(f"[{i}]" if m else str(i) for i, m in zip(view["input_ids"], view["loss_mask"], strict=True))
+def sample_table(view: dict[str, Any], colour: bool) -> str:
+    """`dflash cache show SHARD SAMPLE`: what is supervised is green, or in brackets where there is no colour."""
+    how = "green" if colour else f"in {_OPEN}brackets{_CLOSE}"
+    head = f"{clean(view['sample_id'])} in {view['shard']}: {view['tokens']} tokens, {view['supervised']} supervised ({how})"
     rows = [
-        [r["layer"], r["mean_norm"], r["max_abs"], "  ".join(f"{v:.3f}" for v in r["head"])] for r in view["layers"]
+        [r["layer"], f"{r['mean_norm']:.4g}", f"{r['max_norm']:.4g}", f"{r['max_abs']:.4g}",
+         "  ".join(f"{v:.3f}" for v in r["head"])]
+        for r in view["layers"]
+    ]  # fmt: skip
+    columns = ["layer", "mean norm", "max norm", "max |x|", "first channels of token 0"]
+    parts = [Text(head, style="bold" if colour else ""), Text("")]
+    if view["note"]:
+        parts.append(Text(clean(view["note"]) + "; these are the ids"))
+    return render(*parts, _body(view, colour), Text(""), table(columns, rows), colour=colour)
+
+
+def _body(view: dict[str, Any], colour: bool) -> Text:
+    """The sample's text, or its ids where there is no tokenizer."""
+    body = Text()
+    for i, run in enumerate(view["runs"]):
+        text = clean(run["text"])
+        if i and view["token_texts"] is None:
+            body.append(" ")
+        if not run["supervised"]:
+            body.append(text, style="dim" if colour else "")
+        else:
+            body.append(text if colour else f"{_OPEN}{text}{_CLOSE}", style="green" if colour else "")
+    return body
+
+
+def stats_table(stats: dict[str, Any]) -> str:
+    """`dflash cache stats`."""
+    columns = ["layer", "norm", "5 %", "median", "95 %", "max", "in 2 % of channels", "peak", "max peak", "kurtosis",
+               "cosine to next"]  # fmt: skip
+    rows = [
+        [
+            r["layer"],
+            *(f"{r['norm'][key]:.4g}" for key in ("mean", "p5", "p50", "p95", "max")),
+            percent_text(r["outlier_share"], 1),
+            *(f"{r['peak'][key]:.3g}" for key in ("p50", "max")),
+            f"{r['kurtosis']['p50']:.3g}",
+            f"{r['cosine_next']['mean']:.3f}" if r["cosine_next"] else "–",
+        ]
+        for r in stats["layers"]
     ]
-    head = f"{view['sample_id']} in {view['shard']}: {view['tokens']} tokens, "
-    head += f"{view['supervised']} supervised [in brackets]"
-    return _render(Text(head), Text(ids), _table(["layer", "mean norm", "max |x|", "first channels of token 0"], rows))
-
-
-def verify(cache: Path, responses: Path | None) -> dict[str, Any]:
-    """Everything of a cache checked, and its ids against the responses table where there is one."""
-    from cache_schema.verify import list_shards
-
-    total = len(list_shards(cache))
-    with Progress(total, "shards", "verify") as progress:
-        report = verify_cache(cache, progress=lambda *_: progress.update(1))
-    problems = [*report.problems, *(f"{s.shard}: {p}" for s in report.shards for p in s.problems)]
-    problems += [f"{s.shard}: {s.status}" for s in report.shards if s.status != "ok" and not s.problems]
-    table = responses or (
-        cache.parent / "responses" if (cache.parent / "responses" / "responses.json").exists() else None
+    head = (
+        f"{stats['path']}: {count_text(stats['samples'])} samples, tokens: {_lengths_text(stats['lengths'])}\n"
+        f"layers from {count_text(stats['measured_tokens'])} tokens of {stats['measured_samples']} samples "
+        f"(seed {stats['seed']})"
     )
-    if table is not None and not problems:
-        problems += _compare_ids(cache, table)
-    return {
-        "ok": not problems,
-        "shards": report.counts(),
-        "compared_with": str(table) if table else None,
-        "problems": problems,
-    }
-
-
-def _compare_ids(cache: Path, responses: Path) -> list[str]:
-    from cache_schema.responses import ResponsesTable
-
-    opened, problems = FeatureCache.open(cache), []
-    stored = opened.sample_ids
-    for sample_id, response in zip(stored, ResponsesTable.open(responses).select(stored), strict=True):
-        cached = opened.read(sample_id)
-        kept = len(cached.input_ids)
-        try:
-            require_same_ids(sample_id, cached.input_ids, response.input_ids[:kept], str(cache))
-            require_same_ids(sample_id, cached.loss_mask, response.loss_mask[:kept], f"{cache} (loss mask)")
-        except CacheError as error:
-            problems.append(str(error))
-    return problems
-
-
-def verify_table(report: dict[str, Any]) -> str:
-    """`dflash cache verify`."""
-    counts = ", ".join(f"{n} {state}" for state, n in report["shards"].items())
-    where = f"; ids and masks compared with {report['compared_with']}" if report["compared_with"] else ""
-    lines = [f"{'ok' if report['ok'] else 'DAMAGED'}: {counts}{where}", *(f"  {p}" for p in report["problems"])]
-    return "\n".join(lines)
+    if stats["zero_tokens"]:
+        head += f"; {stats['zero_tokens']} tokens with a state of zero left out"
+    foot = (
+        "norm: of a token's state. In 2 % of channels: share of a token's energy in the "
+        f"{stats['layers'][0]['outlier_channels'] if stats['layers'] else 0} largest of {stats['hidden_size']} channels. "
+        "Peak: largest magnitude over root mean square, median and largest over tokens. Kurtosis: median; 3 is normal."
+    )
+    return render(Text(head), Text(""), table(columns, rows), Text(""), Text(foot))

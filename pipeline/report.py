@@ -56,13 +56,15 @@ def collect_report(run: Path, recipe: dict[str, Any] | None = None) -> dict[str,
         "recipe": finite(recipe) if recipe is not None else read_json(run / "recipe.json", problems),
         "headline": {},
         "responses": read_responses(run / "responses", dropped, problems),
-        "cache": read_cache(run / "cache", dropped, problems),
+        "cache": None,
         "train": read_train(run / "train", problems),
         "evaluate": read_evaluate(run / "evaluate", problems),
         "stages": read_stages(run, problems),
         "dropped": dropped.rows(),
         "problems": problems,
     }
+    place = as_dict(as_dict(report["recipe"]).get("cache")).get("path") or run / "cache"
+    report["cache"] = read_cache(place, dropped, problems)
     report["headline"] = headline(report)
     return report
 

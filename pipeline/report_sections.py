@@ -169,7 +169,7 @@ def _read_rows(path: Path, columns: list[str], problems: list[str]) -> list[dict
     return rows
 
 
-def read_cache(folder: Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
+def read_cache(folder: str | Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
     """Samples, tokens, bytes and shards of the committed part of the feature cache, and its ledger."""
     from cache_schema.marker import committed_shards, read_marker
     from cache_schema.names import CACHE_JSON

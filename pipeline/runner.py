@@ -14,6 +14,9 @@ What happens when something fails:
   attempt (or the DFlashError is raised again, with the unit named).
 - **A worker cannot be built**: nothing will work, so that is raised at once.
 
+Units may also come from a `Feed`, which says what to do next only when a worker asks: then a unit that failed for
+good ends the pool at once, since what comes next may depend on it.
+
 Ray is imported inside functions, so that importing this module costs nothing.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +40,7 @@ from pipeline.progress import Progress
 
 Receipt = dict[str, Any]
 WAIT_S = 1.0  # how often the driver shows signs of life while nothing finishes
+ASK_S = 0.1  # how often a feed is asked again while workers are idle
 
 
 class Worker(Protocol):
@@ -46,13 +51,35 @@ class Worker(Protocol):
         ...
 
 
+class Feed(Protocol):
+    """Says what to do next, one unit at a time; asked in the driver, by one thread."""
+
+    def next_unit(self) -> Any | None:
+        """The next unit, or None when there is none just now.
+
+        Raises:
+            StopIteration: there will be none any more.
+        """
+        ...
+
+
+class _Listed:
+    """A feed of units that are all known."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._left = iter(units)
+
+    def next_unit(self) -> Any:
+        return next(self._left)
+
+
 def unit_name(unit: Any) -> str:
     """What a unit is called in messages: its `name`, else its text."""
     return str(getattr(unit, "name", unit))
 
 
 def run_pool(
-    units: Sequence[Any],
+    units: Sequence[Any] | Feed,
     build_worker: Callable[[], Worker],
     *,
     n_workers: int,
@@ -65,7 +92,7 @@ def run_pool(
     """Run every unit on a pool of workers; call it inside `ensure_ray()`.
 
     Args:
-        units: small and picklable; each is named by its `name`, else by its text.
+        units: small and picklable; each is named by its `name`, else by its text. Or a feed of such.
         build_worker: makes the worker inside the actor, once; picklable.
         n_workers: actors at most (never more than units).
         resources: of one actor: `num_cpus`, `num_gpus`.
@@ -78,14 +105,20 @@ def run_pool(
         The receipts in the order of `units`, whatever order they finished in.
 
     Raises:
-        PoisonShard: a unit failed on every attempt; all others are done.
-        DFlashError: a unit raised it; same type, with the unit named; all others are done.
+        PoisonShard: a unit failed on every attempt; all others of a sequence are done.
+        DFlashError: a unit raised it; same type, with the unit named; all others of a sequence are done.
         PipelineError: a worker could not be built, or the cluster has no room for even one.
     """
-    if not units:
-        return []
+    if isinstance(units, Sequence):
+        if not units:
+            return []
+        feed: Feed = _Listed(units)
+        n_workers = min(n_workers, len(units))
+    else:
+        feed = units
     _check_room(resources)
-    pool = _Pool(units, build_worker, min(n_workers, len(units)), resources, progress, max_attempts, label, on_receipt)
+    hasty = not isinstance(units, Sequence)
+    pool = _Pool(feed, hasty, build_worker, n_workers, resources, progress, max_attempts, label, on_receipt)
     return pool.run()
 
 
@@ -140,7 +173,7 @@ class _Task:
 
 @dataclass
 class _Seat:
-    """A place in the pool. The actor in it may die and be replaced; `task` is None while it is being built."""
+    """A place in the pool. The actor in it may die and be replaced; `task` is None while it is being built or idle."""
 
     name: str
     actor: Any
@@ -150,7 +183,8 @@ class _Seat:
 class _Pool:
     def __init__(
         self,
-        units: Sequence[Any],
+        feed: Feed,
+        hasty: bool,
         build_worker: Callable[[], Worker],
         n_workers: int,
         resources: Mapping[str, float],
@@ -159,6 +193,8 @@ class _Pool:
         label: str,
         on_receipt: Callable[[Any, Receipt], None] | None,
     ) -> None:
+        self._feed = feed
+        self._hasty = hasty  # a unit that failed for good ends it all
         self._build_worker = build_worker
         self._n_workers = n_workers
         self._resources = dict(resources)
@@ -166,10 +202,13 @@ class _Pool:
         self._max_attempts = max_attempts
         self._label = label
         self._on_receipt = on_receipt
-        self._queue = deque(_Task(i, unit) for i, unit in enumerate(units))
-        self._receipts: list[Receipt | None] = [None] * len(units)
+        self._again: deque[_Task] = deque()  # failed units; those of a sequence wait until all others are on their way
+        self._n_drawn = 0
+        self._exhausted = False
+        self._receipts: dict[int, Receipt] = {}
         self._failed: list[_Task] = []
         self._waiting: dict[Any, _Seat] = {}  # reference -> the seat it will come from
+        self._idle: list[_Seat] = []
         self._n_hired = 0
         self._build_deaths = 0
 
@@ -179,18 +218,64 @@ class _Pool:
         try:
             for _ in range(self._n_workers):
                 self._hire()
-            while self._waiting and (self._queue or any(s.task for s in self._waiting.values())):
-                ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=WAIT_S)
-                for reference in ready:
-                    self._settle(self._waiting.pop(reference), reference)
+            while self._goes_on():
+                self._wait()
+                self._employ()
                 self._count(0)
         finally:
             # Also on Ctrl-C: whatever is still running is unwanted, and what it had not committed is not there.
-            for seat in self._waiting.values():
+            for seat in [*self._waiting.values(), *self._idle]:
                 ray.kill(seat.actor)
         if self._failed:
             self._raise_failures()
-        return [r for r in self._receipts if r is not None]
+        return [self._receipts[i] for i in sorted(self._receipts)]
+
+    def _goes_on(self) -> bool:
+        if self._hasty and self._failed:
+            return False
+        return bool(self._again or not self._exhausted or any(s.task for s in self._waiting.values()))
+
+    def _wait(self) -> None:
+        """Take what comes back within a moment."""
+        import ray
+
+        patience_s = ASK_S if self._idle else WAIT_S
+        if not self._waiting:
+            time.sleep(patience_s)
+            return
+        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=patience_s)
+        for reference in ready:
+            self._settle(self._waiting.pop(reference), reference)
+
+    def _employ(self) -> None:
+        """Give idle workers something to do; once there is nothing left, let them go."""
+        import ray
+
+        while self._idle:
+            task = self._next_task()
+            if task is None:
+                break
+            seat = self._idle.pop(0)
+            seat.task = task
+            self._waiting[seat.actor.run.remote(task.unit, task.attempt)] = seat
+        if self._exhausted and not self._again:
+            for seat in self._idle:
+                ray.kill(seat.actor)
+            self._idle.clear()
+
+    def _next_task(self) -> _Task | None:
+        if self._hasty and self._again:
+            return self._again.popleft()
+        if not self._exhausted:
+            try:
+                unit = self._feed.next_unit()
+            except StopIteration:
+                self._exhausted = True
+            else:
+                if unit is not None:
+                    self._n_drawn += 1
+                    return _Task(self._n_drawn - 1, unit)
+        return self._again.popleft() if self._again else None
 
     def _hire(self) -> None:
         """Start an actor and let it build its worker."""
@@ -202,7 +287,7 @@ class _Pool:
         self._waiting[actor.build.remote(self._build_worker)] = _Seat(name, actor)
 
     def _settle(self, seat: _Seat, reference: Any) -> None:
-        """Take what came back from a seat and give it something to do."""
+        """Take what came back from a seat; a worker that failed is replaced."""
         import ray
 
         try:
@@ -214,15 +299,13 @@ class _Pool:
             seat.name += f" ({outcome.get('receipt', 'died')})"
         else:
             self._settle_task(seat, seat.task, outcome)
-        if "failure" in outcome:
-            ray.kill(seat.actor)
-            if self._queue:
-                self._hire()
-        elif self._queue:
-            seat.task = self._queue.popleft()
-            self._waiting[seat.actor.run.remote(seat.task.unit, seat.task.attempt)] = seat
-        else:
-            ray.kill(seat.actor)
+        seat.task = None
+        if "failure" not in outcome:
+            self._idle.append(seat)
+            return
+        ray.kill(seat.actor)
+        if self._again or not self._exhausted:
+            self._hire()
 
     def _check_built(self, seat: _Seat, outcome: dict[str, Any]) -> None:
         if "error" in outcome:
@@ -252,7 +335,7 @@ class _Pool:
         if final:
             self._failed.append(task)
         else:
-            self._queue.append(task)  # at the end: the others go first
+            self._again.append(task)
         if self._progress is not None:
             shown = outcome.get("failure") or str(task.error)
             then = "giving up on it, the rest goes on" if final else "trying again"
@@ -278,9 +361,9 @@ class _Pool:
             # The same object, so that its type survives whatever its constructor takes.
             error.args = (named + also + stories, *error.args[1:])
             raise error
-        done = sum(r is not None for r in self._receipts)
         raise PoisonShard(
-            f"{self._named(first)} failed on every attempt; {done} of {len(self._receipts)} are done and committed, "
+            f"{self._named(first)} failed on every attempt; {len(self._receipts)} of {self._n_drawn} are done and "
+            "committed, "
             f"so running again tries only what is missing.{also}{stories}"
         )
 

@@ -299,12 +299,17 @@ def hash_target(config: TargetConfig, tokenizer: Any) -> TargetHashes:
     if not files:
         raise TargetError(f"target {config.model}: no .safetensors weights in {folder}; convert the checkpoint first")
     weights = canonical_json([[f.name, _cached_sha256(f)] for f in files])
-    specials = canonical_json({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
     return TargetHashes(
         weights=sha256_bytes(weights.encode()),
-        tokenizer=sha256_bytes((_described(tokenizer) + specials).encode()),
+        tokenizer=hash_tokenizer(tokenizer),
         chat_template=sha256_bytes(_template_text(tokenizer).encode()),
     )
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """SHA-256 of what a tokenizer is: its vocabulary and rules, and its special tokens."""
+    specials = canonical_json({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
+    return sha256_bytes((_described(tokenizer) + specials).encode())
 
 
 def _described(tokenizer: Any) -> str:

@@ -237,3 +237,56 @@ class TestProgress:
         assert "\r" in out.getvalue()
         assert "generate: a word" in out.getvalue()
         assert out.getvalue().splitlines()[-1].startswith("generate: 3/3 parts in")
+
+
+class Feeding:
+    """Hands out units in rounds: the next round only when the one before has come back."""
+
+    def __init__(self, rounds: list[list[Unit]], then: str = "stop") -> None:
+        self.rounds, self.then = [list(r) for r in rounds], then
+        self.out = 0
+        self.asked_in_vain = 0
+
+    def next_unit(self) -> Unit | None:
+        if self.rounds and not self.rounds[0] and self.out == 0:
+            self.rounds.pop(0)
+        if not self.rounds and self.then == "stop":
+            raise StopIteration
+        if not self.rounds or not self.rounds[0]:
+            self.asked_in_vain += 1
+            return None
+        self.out += 1
+        return self.rounds[0].pop(0)
+
+    def take(self, _unit: Unit, _receipt: dict[str, Any]) -> None:
+        self.out -= 1
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+class TestFeed:
+    def feed(self, factory: Factory, feed: Feeding) -> list[dict[str, Any]]:
+        return run_pool(
+            feed, factory, n_workers=2, resources={"num_cpus": 1}, label="shard", on_receipt=feed.take
+        )
+
+    def test_workers_wait_for_units_that_are_not_there_yet(self, tmp_path: Path) -> None:
+        feed = Feeding([UNITS[:1], UNITS[1:3], UNITS[3:6], UNITS[6:]])
+        receipts = self.feed(Factory(tmp_path), feed)
+        assert [r["unit"] for r in receipts] == [u.name for u in UNITS]
+        assert len({r["pid"] for r in receipts}) == 2
+        assert feed.asked_in_vain > 0
+
+    def test_a_feed_without_units_ends(self, tmp_path: Path) -> None:
+        assert self.feed(Factory(tmp_path), Feeding([])) == []
+
+    def test_a_failed_attempt_is_repeated(self, tmp_path: Path) -> None:
+        receipts = self.feed(Factory(tmp_path, "exit once", bad=1), Feeding([UNITS[:2], UNITS[2:4]]))
+        assert [(r["unit"], r["attempt"]) for r in receipts] == [
+            (u.name, 2 if u.index == 1 else 1) for u in UNITS[:4]
+        ]
+
+    def test_a_unit_that_failed_for_good_ends_the_pool_though_the_feed_goes_on(self, tmp_path: Path) -> None:
+        feed = Feeding([UNITS[:2]], then="wait")  # it would never say that it has ended
+        with pytest.raises(PoisonShard, match="shard-00001 failed on every attempt; 1 of 2 are done"):
+            self.feed(Factory(tmp_path, "raise", bad=1), feed)

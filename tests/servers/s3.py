@@ -7,6 +7,7 @@ at once exactly one wins), ranged GETs, multipart uploads. Debian's packages rad
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -134,6 +135,11 @@ class S3Server:
         for name in list(self._processes):
             self._end(name, signal.SIGKILL)
 
+    def pending_uploads(self, bucket: str) -> list[str]:
+        """Objects whose upload has begun and neither ended nor been given up."""
+        listed = self._run("radosgw-admin", "bucket", "list", "--bucket", bucket, "--allow-unordered")
+        return [entry["name"] for entry in json.loads(listed) if entry["name"].startswith("_multipart_")]
+
     def _answers(self) -> bool:
         try:
             urllib.request.urlopen(self.endpoint, timeout=2).close()
@@ -161,7 +167,7 @@ class S3Server:
             os.killpg(process.pid, how)
         process.wait(timeout=30)
 
-    def _run(self, program: str, *arguments: str) -> None:
+    def _run(self, program: str, *arguments: str) -> str:
         result = subprocess.run(
             [program, "-c", str(self.folder / "ceph.conf"), *arguments],
             cwd=self.folder,
@@ -173,6 +179,7 @@ class S3Server:
         )
         if result.returncode:
             raise RuntimeError(f"{program} {' '.join(arguments)} failed: {result.stderr[-2000:]}")
+        return result.stdout
 
 
 def start_s3(folder: Path) -> S3Server:
