@@ -19,7 +19,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.5), constrained_layout=True)
     for family, colour in FAMILIES:
         own = [r for r in rows if r["scheme"].split("-")[0] == family]
-        _errors(left, [r for r in own if r["errors"]["inner"] > 0], LABELS.get(family, family), colour)
+        _errors(left, [r for r in own if r["errors"]["token_mean"] > 0], LABELS.get(family, family), colour)
         _taus(right, [r for r in own if "tau" in r], LABELS.get(family, family), colour)
     for axes in (left, right):
         axes.axvline(0.33, color="0.8", zorder=0)
@@ -27,7 +27,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         axes.set_xlabel("bytes, share of bfloat16 (zstd level 1, scales included)")
         axes.legend(frameon=False, fontsize=8)
     left.set_yscale("log")
-    left.set_ylabel("relative error without outlier channels")
+    left.set_ylabel("relative error of a token without the outlier channels, mean")
     right.set_ylabel("held-out simulated τ after the same training\n(mean and range of three seeds)")
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
@@ -40,9 +40,9 @@ def _ratio(row: dict[str, Any]) -> float:
 def _errors(axes: Any, rows: list[dict[str, Any]], label: str, colour: str) -> None:
     if not rows:
         return
-    axes.scatter([_ratio(r) for r in rows], [r["errors"]["inner"] for r in rows], color=colour, s=18, label=label)
+    axes.scatter([_ratio(r) for r in rows], [r["errors"]["token_mean"] for r in rows], color=colour, s=18, label=label)
     for row in rows:
-        _name(axes, row, row["errors"]["inner"])
+        _name(axes, row, row["errors"]["token_mean"])
 
 
 def _taus(axes: Any, rows: list[dict[str, Any]], label: str, colour: str) -> None:

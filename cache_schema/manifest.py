@@ -34,10 +34,7 @@ def create_cache(location: Location | Storage, identity: CacheIdentity, plan: Sh
         OSError: as the storage gave it.
     """
     storage = open_storage(location)
-    if not isinstance(storage, FolderStorage):
-        from cache_schema.soundness import require_sound
-
-        require_sound(storage)
+    require_sound(storage)
     if not storage.create(names.CACHE_JSON, _encode(identity)):
         require_same(read_identity(storage), identity, storage.where())
     if plan.create(storage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _title(stats: dict[str, Any]) -> str:
 
 def _lengths(axes: Axes, stats: dict[str, Any]) -> None:
     counts, edges = stats["length_histogram"]["counts"], stats["length_histogram"]["edges"]
-    widths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    widths = [b - a for a, b in pairwise(edges)]
     axes.bar(edges[:-1], counts, width=widths, align="edge", color=_BLUE, edgecolor="white", linewidth=0.4)
     found = stats["lengths"]
     for name, value in (("median", found["p50"]), ("95 %", found["p95"])):

@@ -35,8 +35,12 @@ _STORING = 1.5
 
 
 def recompute(
-    cache: Location, n_samples: int, target: str | None = None, seed: int = 0,
-    progress: Callable[[int], None] | None = None, threads: int | None = None,
+    cache: Location,
+    n_samples: int,
+    target: str | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Compare the states of some samples with the target's, and say whether they are within the limit.
 
@@ -122,10 +126,10 @@ def _compare(target: Any, identity: CacheIdentity, ids: list[int], stored_TLD: F
 
 
 def _relative(found_TLD: Floats, expected_TLD: Floats) -> NDArray[np.float64]:
-    """‖found − expected‖ / ‖expected‖ over channels, [T, L]; 0 where both are zero."""
+    """‖found − expected‖ / ‖expected‖ over channels, [T, L]; where the expected state is zero 0 if both are, else 1."""
     apart = np.linalg.norm((found_TLD - expected_TLD).astype(np.float64), axis=-1)
     size = np.linalg.norm(expected_TLD.astype(np.float64), axis=-1)
-    return np.divide(apart, size, out=np.where(apart > 0, np.inf, 0.0), where=size > 0)
+    return np.divide(apart, size, out=np.where(apart > 0, 1.0, 0.0), where=size > 0)
 
 
 def _layer(layer: int, rows: list[dict[str, NDArray[Any]]], limit: float) -> dict[str, Any]:

@@ -36,7 +36,10 @@ _BLOCK = 256
 
 
 def cache_stats(
-    cache: Location, n_samples: int | None = DEFAULT_SAMPLES, seed: int = 0, progress: Callable[[int], None] | None = None
+    cache: Location,
+    n_samples: int | None = DEFAULT_SAMPLES,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Statistics of all lengths, and of the values of some samples.
 

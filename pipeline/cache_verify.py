@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -162,12 +162,15 @@ def _compare_shard(cache: FeatureCache, shard: str, table: Any) -> list[str]:
     return problems
 
 
-def verify_lines(report: dict[str, Any], say_more: Callable[[dict[str, Any]], list[str]] | None = None) -> str:
+def verify_lines(report: dict[str, Any]) -> str:
     """What `dflash cache verify` prints."""
     counts = ", ".join(f"{n} {state}" for state, n in report["shards"].items())
     where = f"; ids and masks compared with {report['compared_with']}" if report["compared_with"] else ""
     speed = f", {report['mb_per_s']} MB/s" if report["bytes"] and report["mb_per_s"] else ""
-    lines = [f"{'ok' if report['ok'] else 'DAMAGED'}: {counts}{speed}{where}"]
-    if say_more is not None:
-        lines += say_more(report)
+    state = "ok" if report["ok"] else ("DAMAGED" if report["problems"] else "WRONG")
+    lines = [f"{state}: {counts}{speed}{where}"]
+    if "recompute" in report:
+        from pipeline.cache_recompute import recompute_lines
+
+        lines += recompute_lines(report["recompute"])
     return "\n".join([*lines, *(f"  {p}" for p in report["problems"])])

@@ -128,7 +128,8 @@ def _few(names: list[str], n: int = 3) -> str:
 def _compression_text(found: dict[str, Any]) -> str:
     if found["ratio"] is None:
         return "–"
-    return f"{bytes_text(found['stored_bytes'])}, {found['ratio']:.3f} of bfloat16 ({bytes_text(found['bfloat16_bytes'])})"
+    stored, plain = bytes_text(found["stored_bytes"]), bytes_text(found["bfloat16_bytes"])
+    return f"{stored}, {found['ratio']:.3f} of bfloat16 ({plain})"
 
 
 def _lengths_text(found: dict[str, Any] | None) -> str:
@@ -172,7 +173,8 @@ def shard_table(shard: dict[str, Any]) -> str:
 def sample_table(view: dict[str, Any], colour: bool) -> str:
     """`dflash cache show SHARD SAMPLE`: what is supervised is green, or in brackets where there is no colour."""
     how = "green" if colour else f"in {_OPEN}brackets{_CLOSE}"
-    head = f"{clean(view['sample_id'])} in {view['shard']}: {view['tokens']} tokens, {view['supervised']} supervised ({how})"
+    head = f"{clean(view['sample_id'])} in {view['shard']}: {view['tokens']} tokens, "
+    head += f"{view['supervised']} supervised ({how})"
     rows = [
         [r["layer"], f"{r['mean_norm']:.4g}", f"{r['max_norm']:.4g}", f"{r['max_abs']:.4g}",
          "  ".join(f"{v:.3f}" for v in r["head"])]
@@ -222,8 +224,8 @@ def stats_table(stats: dict[str, Any]) -> str:
     if stats["zero_tokens"]:
         head += f"; {stats['zero_tokens']} tokens with a state of zero left out"
     foot = (
-        "norm: of a token's state. In 2 % of channels: share of a token's energy in the "
-        f"{stats['layers'][0]['outlier_channels'] if stats['layers'] else 0} largest of {stats['hidden_size']} channels. "
-        "Peak: largest magnitude over root mean square, median and largest over tokens. Kurtosis: median; 3 is normal."
+        f"norm: of a token's state. In 2 % of channels: share of a token's energy in the largest 2 % of the "
+        f"{stats['hidden_size']} channels. Peak: largest magnitude over root mean square, median and largest over "
+        "tokens. Kurtosis: median; 3 is normal."
     )
     return render(Text(head), Text(""), table(columns, rows), Text(""), Text(foot))

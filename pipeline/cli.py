@@ -16,18 +16,13 @@ import click
 
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
+from pipeline import cache_work_cli
+from pipeline.cache_cli import JsonOption, say
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
 SetOption = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting: train.lr=3e-4."
 )
-JsonOption = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-CacheArgument = click.argument("cache", type=click.Path(file_okay=False, path_type=Path))
-
-
-def say(line: str) -> None:
-    """A plain line for the user, on stderr."""
-    click.echo(line, err=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -112,64 +107,7 @@ def plan_command(
     click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
 
 
-@dflash.group("cache")
-def cache_group() -> None:
-    """Look into a feature cache. CACHE is its folder, `<run>/cache`."""
-
-
-@cache_group.command("ls")
-@CacheArgument
-@JsonOption
-def cache_ls(cache: Path, as_json: bool) -> None:
-    """The shards of CACHE: state, samples, tokens, bytes, ledger rows."""
-    from cache_schema.verify import describe_cache, list_shards
-    from pipeline.cache_view import shards_table
-
-    shards = list_shards(cache)
-    _out({"cache": describe_cache(cache), "shards": shards} if as_json else shards_table(describe_cache(cache), shards))
-
-
-@cache_group.command("show")
-@CacheArgument
-@click.argument("shard")
-@click.argument("sample", required=False)
-@JsonOption
-def cache_show(cache: Path, shard: str, sample: str | None, as_json: bool) -> None:
-    """One SHARD of CACHE, or one SAMPLE in it: ids, loss mask, norms per layer."""
-    from cache_schema.verify import describe_shard
-    from pipeline.cache_view import sample_table, sample_view, shard_table
-
-    if sample is None:
-        described = describe_shard(cache, shard)
-        _out(described if as_json else shard_table(described))
-    else:
-        view = sample_view(cache, shard, sample)
-        _out(view if as_json else sample_table(view))
-
-
-@cache_group.command("verify")
-@CacheArgument
-@click.option(
-    "--responses",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Responses table to compare ids and masks with; default: the one beside CACHE, if there is one.",
-)
-@JsonOption
-def cache_verify(cache: Path, responses: Path | None, as_json: bool) -> None:
-    """Check every byte of CACHE: markers, hashes, CRCs, offsets, ids. Exit code 1 if anything is wrong."""
-    from pipeline.cache_view import verify, verify_table
-
-    report = verify(cache, responses)
-    _out(report if as_json else verify_table(report))
-    if not report["ok"]:
-        sys.exit(1)
-
-
-def _out(what: Any) -> None:
-    if isinstance(what, dict | list):
-        click.echo(json.dumps(what, indent=1))
-    else:
-        click.echo(what)
+dflash.add_command(cache_work_cli.cache_group)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -195,6 +133,8 @@ def guarded(call: Callable[[], Any]) -> int:
     except OSError as error:
         if is_storage_fault(error):
             say(f"error: {storage_text(error)}")
+        elif error.filename and "://" in str(error.filename):
+            say(f"error: {error.strerror}: {error.filename}; run the same command again to go on")
         elif error.filename:
             say(f"error: {error.strerror}: {error.filename}; something else lies where a file or folder belongs")
         else:

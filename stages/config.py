@@ -155,7 +155,7 @@ class GenerateConfig:
 PROFILES: dict[str, dict[str, Any]] = {
     "exact": {"dtype": "bfloat16", "bits": None, "group": None, "compression": "none"},
     "compact": {"dtype": "int8", "bits": 8, "group": None, "compression": "zstd"},
-    "tiny": {"dtype": "int8", "bits": 6, "group": None, "compression": "zstd"},
+    "tiny": {"dtype": "int8", "bits": 7, "group": None, "compression": "zstd"},
 }
 """What a cache profile stands for; the figures behind the choice are in docs/cache.md."""
 

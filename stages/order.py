@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cache_schema import names
 from cache_schema.plan import ShardPlan
 from stages.anchors import Ints, stable_key
 from stages.config import TrainConfig
@@ -153,6 +152,12 @@ class StepPlan:
         number, start, stop = self._place(index)
         return set(self._shard_of[self._round(number).samples[start:stop]].tolist())
 
+    def visits(self, number: int) -> tuple[Ints, Ints]:
+        """Shard and step of every read of a round (0-based), in order, both [samples × passes]."""
+        order = self._round(number).samples
+        steps = number * self.steps_per_round + np.arange(len(order)) // self.config.batch_samples
+        return self._shard_of[order], steps.astype(np.int64)
+
     def windows(self, number: int) -> tuple[Window, ...]:
         """The windows of a round (0-based), in order."""
         return self._round(number).windows
@@ -219,11 +224,3 @@ class StepPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rounds": {}}
-
-
-def shards_between(plan: StepPlan, start: int, stop: int) -> list[str]:
-    """Names of the shards that steps `start` … `stop − 1` read, sorted."""
-    found: set[int] = set()
-    for index in range(start, min(stop, plan.n_steps)):
-        found |= plan.shards_of_step(index)
-    return [names.shard_name(i) for i in sorted(found)]

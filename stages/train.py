@@ -10,6 +10,7 @@ Shapes: A anchors, B block size, V vocabulary, D hidden.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -35,6 +36,7 @@ from stages.drafter import Drafter, DrafterSpec, spec_for_target
 from stages.errors import TrainingError
 from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
 from stages.order import Step, StepPlan
+from stages.rolling import Rolling, WaitingReader, Watch
 from stages.target import choose_mask_token, load_config, load_target, load_tokenizer, shape_of
 
 HELDOUT_BATCH = 8
@@ -78,6 +80,8 @@ class TrainJob:
     """Folder or URL."""
     folder: Path
     fingerprint: str
+    rolling: Rolling | None = None
+    """Set when the cache is made while training."""
 
 
 def make_spec(target: TargetConfig, drafter: DrafterConfig, layer_ids: tuple[int, ...]) -> DrafterSpec:
@@ -101,13 +105,25 @@ def train_rank(job: TrainJob, world: World, on_step: Callable[[dict[str, Any]], 
         TrainingError, FingerprintMismatch: as `Trainer.run`.
     """
     use_threads(job.train.threads)
-    cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
+    rolling = job.rolling
+    cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=rolling is None)
     plan = StepPlan(cache.plan, job.train, job.seed)
     spec = make_spec(job.target, job.drafter, job.identity.layer_ids)
     drafter = Drafter(spec, seed=job.seed).to(world.device)
     ends = load_ends(job.target, world.device, bf16=job.train.bf16)
-    reader = SampleReader(cache, job.train, job.seed)
-    return Trainer(drafter, ends, plan, reader, job.train, job.folder, job.fingerprint, world, on_step).run()
+    trainer = functools.partial(
+        Trainer, drafter, ends, plan, config=job.train, folder=job.folder, fingerprint=job.fingerprint, world=world,
+        on_step=on_step,
+    )  # fmt: skip
+    if rolling is None:
+        return trainer(SampleReader(cache, job.train, job.seed)).run()
+    reader, heldout = WaitingReader(cache, job.train, job.seed, rolling), None
+    if rolling.heldout_dir is not None:
+        heldout = SampleReader(
+            FeatureCache.open(rolling.heldout_dir, job.identity, require_complete=True), job.train, job.seed
+        )
+    with Watch(rolling, job.folder, chief=world.rank == 0) as watch:
+        return trainer(reader, heldout=heldout, watch=watch).run()
 
 
 def learning_rate(step: int, n_steps: int, config: TrainConfig) -> float:
@@ -130,6 +146,8 @@ class Trainer:
         fingerprint: of cache, drafter and training settings.
         world: this process.
         on_step: called after each logged step with its metrics (rank 0).
+        heldout: reads the held-out samples; None takes `reader`.
+        watch: called with the steps done at the start and after each step; may raise to stop the training.
     """
 
     def __init__(
@@ -143,8 +161,11 @@ class Trainer:
         fingerprint: str,
         world: World | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
+        heldout: SampleReader | None = None,
+        watch: Callable[[int], None] | None = None,
     ) -> None:
         self.drafter, self.ends, self.plan, self.reader = drafter, ends, plan, reader
+        self.heldout, self.watch = heldout or reader, watch or (lambda _: None)
         self.config, self.folder, self.fingerprint = config, folder, fingerprint
         self.world = world or World()
         self.on_step = on_step
@@ -172,6 +193,7 @@ class Trainer:
             FingerprintMismatch: the checkpoints belong to another training.
         """
         self._resume()
+        self.watch(self.stream.position)
         if self.stream.position == 0 and self._is_chief():
             self._look_at_heldout(0)
         with closing(iter(self.stream)) as steps:
@@ -179,6 +201,7 @@ class Trainer:
                 self.reader.skipped.update(data.skipped)
                 self._train_step(data, waited_s)
                 self._after_step(data.step)
+                self.watch(self.stream.position)
         return checkpoint.step_folder(self.checkpoints, self.plan.n_steps)
 
     def _resume(self) -> None:
@@ -258,7 +281,7 @@ class Trainer:
     @torch.no_grad()
     def _look_at_heldout(self, done: int) -> None:
         spec = self.drafter.spec
-        samples = [s for s in (self.reader.read(i, 0, HELDOUT_ANCHORS) for i in self.plan.heldout) if s is not None]
+        samples = [s for s in (self.heldout.read(i, 0, HELDOUT_ANCHORS) for i in self.plan.heldout) if s is not None]
         batches = [
             make_batch(samples[i : i + HELDOUT_BATCH], spec.block_size, spec.mask_token_id).to(self.world.device)
             for i in range(0, len(samples), HELDOUT_BATCH)

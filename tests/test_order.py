@@ -20,7 +20,7 @@ from cache_schema.plan import ShardPlan
 from stages.anchors import stable_key
 from stages.config import ConfigError, TrainConfig
 from stages.errors import TrainingError
-from stages.order import Step, StepPlan, heldout_mask, is_heldout, shards_between, shuffle_keys
+from stages.order import Step, StepPlan, heldout_mask, is_heldout, shuffle_keys
 
 
 def shard_plan(n_samples: int, per_shard: int = 3) -> ShardPlan:
@@ -99,8 +99,10 @@ def test_a_step_reads_at_most_its_window_and_the_begin_of_the_next() -> None:
         at = next(i for i, w in enumerate(windows) if w.stop > index * 4)
         near = {s for w in windows[at : at + 2] for s in w.shards}
         assert plan.shards_of_step(index) <= near
-    names_read = shards_between(plan, 0, plan.n_steps)
-    assert names_read == plan.shard_plan.shards()
+    shards, steps = plan.visits(0)
+    assert len(shards) == plan.n_training
+    for index in range(plan.n_steps):
+        assert set(shards[steps == index].tolist()) == plan.shards_of_step(index)
 
 
 def test_one_window_for_all_shuffles_everything() -> None:
