@@ -6,7 +6,7 @@ noise of the machine. Shares are of a raw write or read of the same bytes in the
 
 from __future__ import annotations
 
-import benchmarks.timing  # isort: skip  # sets one thread before numpy and torch load
+import benchmarks.one_thread  # noqa: F401  # isort: skip  # before numpy and torch
 import argparse
 import json
 import os
@@ -26,6 +26,7 @@ from benchmarks.cache_writers import writers
 from benchmarks.timing import Cost, drop_cached, least_costs
 
 LIMITS = {"write": 0.5, "read": 0.75, "memory_mb": 256.0, "first_batch_s": 2.0}
+TITLES = {"write": "write, with fsync", "read_cached": "read, page-cached", "read_cold": "read, cold"}
 Row = dict[str, Any]
 
 
@@ -44,7 +45,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "bench-cache", help="on which disk")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement (default 5)")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096], help="D (default 1024 4096)")
+    parser.add_argument("--hidden", type=int, nargs="+", help="D (default 1024 4096; quick: 64 128)")
     parser.add_argument("--only", choices=["speed", "memory", "opening"], help="one part of it")
     return parser.parse_args()
 
@@ -61,17 +62,18 @@ def run(
         hidden: values of D.
         only: `speed`, `memory` or `opening`; None does all.
     """
+    hidden = hidden or ([64, 128] if quick else [1024, 4096])
     place = folder / "run"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     result: Row = {"load_before": os.getloadavg(), "limits": LIMITS}
     try:
         if only in (None, "speed"):
-            settings = [Setting(d, 20_000_000 if quick else 1_200_000_000) for d in hidden or [1024, 4096]]
+            settings = [Setting(d, 20_000_000 if quick else 1_200_000_000) for d in hidden]
             result["speed"] = [speed(place / f"d{s.hidden}", s, 1 if quick else rounds) for s in settings]
         if only in (None, "memory"):
             sizes = [100_000_000] if quick else [1_000_000_000, 3_000_000_000]
-            result["memory"] = [writer_memory(place, d, n) for d in hidden or [1024, 4096] for n in sizes]
+            result["memory"] = [writer_memory(place, d, n) for d in hidden for n in sizes]
         if only in (None, "opening"):
             counts = [(1_000, 20)] if quick else [(100_000, 400), (100_000, 6_250), (1_000_000, 15_625)]
             result["opening"] = [opening_times(place / "opening", *count) for count in counts]
@@ -133,7 +135,7 @@ def _rows(costs: dict[str, Cost]) -> list[Row]:
 def _print(result: Row) -> None:
     for found in result.get("speed", ()):
         print(f"\nD={found['hidden']}, n=5: {found['samples']} samples, {found['bytes'] / 1e9:.2f} GB of bfloat16")
-        for part, title in (("write", "write, with fsync"), ("read_cached", "read, page-cached"), ("read_cold", "cold")):
+        for part, title in TITLES.items():
             print(f"  {title:<24} {'MB/s':>7} {'CPU-s/GB':>9} {'of raw':>7}")
             for row in found[part] or ():
                 numbers = f"{row['mb_per_s']:>7} {row['cpu_s_per_gb']:>9.2f} {row['share_of_raw']:>7.2f}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import benchmarks.timing  # isort: skip  # sets one thread before numpy loads
+import benchmarks.one_thread  # noqa: F401  # isort: skip  # before numpy and torch
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,14 +56,8 @@ def _main() -> None:
                 writer.append(sample_id, values, np.arange(n, dtype=np.int32), np.ones(n, np.uint8))
         if options.way == "write":
             writer.commit()
-    _remove(cache)
+    shutil.rmtree(cache)
     print(json.dumps({"peak_mb": _peak_mb()}))
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder)
 
 
 def _peak_mb() -> float:

@@ -29,7 +29,7 @@ ZARR_PYTHON = "zarr.core.codec_pipeline.BatchedCodecPipeline"
 
 
 def writers(setting: Setting, samples: Samples) -> dict[str, Callable[[Path], int]]:
-    """Each way by its name; it writes all samples below a path that does not exist and returns the bytes of features."""
+    """Each way by its name: writes all samples to a path that is not there, and returns the bytes of features."""
     rows = np.concatenate(list(samples.values()))
 
     def in_one_go(path: Path) -> int:

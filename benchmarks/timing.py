@@ -1,14 +1,8 @@
-"""How long something takes, in wall and processor time, and how to put files out of the page cache.
-
-Importing this sets the environment to one thread per library; so import it before numpy and torch.
-"""
+"""How long something takes, in wall and processor time, and how to put files out of the page cache."""
 
 from __future__ import annotations
 
 import os
-
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-    os.environ[_name] = "1"
 
 import time
 from collections.abc import Callable, Mapping

@@ -121,7 +121,7 @@ class ArrayReader:
     def _read_fixed(self, start: int, stop: int, out: NDArray[np.uint8], sample_id: str | None) -> None:
         first, last = start // CHUNK_ROWS, (stop - 1) // CHUNK_ROWS
         stored = np.empty(last + 1 - first, "<u4")
-        buffers = self._fixed_buffers(start, stop, memoryview(out), memoryview(stored.view(np.uint8)))
+        buffers = self._fixed_buffers(start, stop, out.data, stored.view(np.uint8).data)
         what = f"{self._whose(sample_id)}rows {start}:{stop}"
         place, value, found = int(self._starts[first]), 0, []
         for request in _requests(buffers, self._piece_bytes):
@@ -143,7 +143,7 @@ class ArrayReader:
         first, last = start // CHUNK_ROWS, (stop - 1) // CHUNK_ROWS
         before = (start - first * CHUNK_ROWS) * row
         behind = ((last + 1) * CHUNK_ROWS - stop) * row
-        aside = memoryview(_scratch(before + behind))
+        aside = _scratch(before + behind).data
         at = 0
         for i in range(last + 1 - first):
             if i == 0 and before:

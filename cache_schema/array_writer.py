@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache_schema.codec import CRC_BYTES, crc32c, crc32c_value
-from cache_schema.layout import CHUNK_ROWS, ArraySpec
+from cache_schema.layout import ArraySpec
 from cache_schema.storage import PIECE_BYTES, ObjectWriter, Storage
 
 FLUSH_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class ArrayWriter:
         at = 0
         while at < len(raw):
             n = min(len(self._chunk) - self._filled, len(raw) - at, PIECE_BYTES)
-            self._content.update(self._take(raw[at : at + n]))
+            self._content.update(self._take(raw[at : at + n]).data)
             at += n
             if self._filled == len(self._chunk):
                 self._end_chunk()

@@ -72,13 +72,22 @@ class FeatureCache:
             require_same(identity, expected, storage.where())
         cache = cls(storage, identity, ShardPlan.read(storage), {})
         cache.refresh()
-        missing = cache.missing_shards()
-        if require_complete and missing:
+        if require_complete:
+            cache.require_complete()
+        return cache
+
+    def require_complete(self) -> None:
+        """Check that every planned shard is committed.
+
+        Raises:
+            ShardNotCommitted: says how many are not, and the first of them.
+        """
+        missing = self.missing_shards()
+        if missing:
             raise ShardNotCommitted(
-                f"{storage.where()} has {len(cache.markers)} of {cache.plan.n_shards} shards (first missing: "
+                f"{self.storage.where()} has {len(self.markers)} of {self.plan.n_shards} shards (first missing: "
                 f"{missing[0]}); run the extract stage, it goes on where it stopped"
             )
-        return cache
 
     def refresh(self, shards: Iterable[str] | None = None) -> None:
         """Take up markers that appeared since, and forget shards whose markers have gone (evicted ones).
@@ -96,8 +105,10 @@ class FeatureCache:
         else:
             new = read_markers(self.storage, shards)
             gone = set(shards) - new.keys()
+        fingerprint = self.identity.fingerprint()
         for marker in new.values():
-            require_fingerprint(marker, self.identity, self.storage.where())
+            if marker.fingerprint != fingerprint:
+                require_fingerprint(marker, self.identity, self.storage.where())
         self._add(new)
         with self._lock_of_this_process():
             for shard in gone:

@@ -187,7 +187,9 @@ class FolderStorage(Storage):
         return f"FolderStorage({self.url!r})"
 
     def where(self, key: str = "") -> str:
-        return str(self._path(key))
+        if key.startswith("/") or ".." in key.split("/"):
+            raise CacheError(f"{key!r} is no key of {self.url}: keys are relative and stay below the root")
+        return f"{self.url}/{key}" if key else self.url
 
     def read(self, key: str) -> bytes:
         try:
@@ -199,12 +201,11 @@ class FolderStorage(Storage):
         return _FileReader(self._path(key))
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        top = self._path(prefix)
-        found = (Path(folder, name) for folder, _, files in os.walk(top) for name in files)
-        kept = (p for p in found if not p.name.endswith(durable.TEMPORARY_SUFFIX))
-        for path in sorted(kept, key=Path.as_posix):
+        start = len(f"{self.url}/")  # texts, for a Path of each marker would take as long as reading it
+        found = (f"{folder}/{name}" for folder, _, files in os.walk(self.where(prefix)) for name in files)
+        for path in sorted(p for p in found if not p.endswith(durable.TEMPORARY_SUFFIX)):
             try:
-                yield path.relative_to(self.root).as_posix(), path.stat().st_size
+                yield path[start:], Path(path).stat().st_size
             except FileNotFoundError:
                 continue  # removed since the walk
 
@@ -255,9 +256,7 @@ class FolderStorage(Storage):
         return LocalStore(self._path(prefix), read_only=True)
 
     def _path(self, key: str) -> Path:
-        if key.startswith("/") or ".." in key.split("/"):
-            raise CacheError(f"{key!r} is no key of {self.url}: keys are relative and stay below the root")
-        return self.root / key if key else self.root
+        return Path(self.where(key))
 
 
 class _FileReader(ObjectReader):

@@ -19,6 +19,9 @@ from cache_schema.storage import Location
 from cache_schema.survey import Survey, survey
 from pipeline.cache_samples import Floats, choose, values_of
 
+_SHOWN = 20
+"""Differences of shards that are printed."""
+
 
 def cache_diff(a: Location, b: Location) -> dict[str, Any]:
     """Compare identities, plans, shards and ledgers, without reading any values; tags, attempts and times aside.
@@ -175,7 +178,10 @@ def diff_lines(found: dict[str, Any]) -> str:
     for name, shards in (("A", found["only_in_a"]), ("B", found["only_in_b"])):
         lines += [f"{shard}: committed only in {name}" for shard in shards]
     lines += [f"{shard}: {problem}" for shard, problem in found["damaged"].items()]
-    lines += [f"{s['shard']}: {line}" for s in found["shards"] for line in s["differs"]]
+    differing = [f"{s['shard']}: {line}" for s in found["shards"] for line in s["differs"]]
+    lines += differing[:_SHOWN]
+    if len(differing) > _SHOWN:
+        lines.append(f"and {len(differing) - _SHOWN} more differences of shards (--json lists all)")
     lines += _data_lines(found["data"]) if "data" in found else []
     equal = f"{found['equal_shards']} shards have equal content"
     return "\n".join([*lines, f"equal: {equal}" if found["equal"] else f"DIFFERENT; {equal}"])

@@ -32,6 +32,8 @@ LIMITS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest mean difference per layer that rounding explains, by the type that the target computes in."""
 _STORING = 1.5
 """Factor on the measured error of storing."""
+_WORST = 10.0
+"""Factor on the limit for the worst single token."""
 
 
 def recompute(
@@ -91,10 +93,13 @@ def _load_target(identity: CacheIdentity, name: str | None) -> Any:
     Raises:
         FingerprintMismatch, TargetError: as `recompute`.
     """
+    from transformers.utils import logging
+
     from stages.config import TargetConfig
     from stages.device import worker_device
     from stages.target import hash_target, load_target, load_tokenizer
 
+    logging.disable_progress_bar()
     config = TargetConfig(
         model=name or identity.target_name,
         revision=identity.target_revision if name is None else None,
@@ -110,7 +115,7 @@ def _load_target(identity: CacheIdentity, name: str | None) -> Any:
 
 
 def _compare(target: Any, identity: CacheIdentity, ids: list[int], stored_TLD: Floats) -> dict[str, NDArray[Any]]:
-    """Per token and layer, [T, L]: the difference, the error of storing alone, and whether all bits are equal."""
+    """Per token and layer, [T, L]: the difference, the error of storing alone, and the share of equal values."""
     from stages.features import capture_features
     from stages.quantize import to_stored
 
@@ -121,7 +126,7 @@ def _compare(target: Any, identity: CacheIdentity, ids: list[int], stored_TLD: F
     return {
         "difference": _relative(stored_TLD, exact_TLD),
         "storing": _relative(again_TLD, exact_TLD),
-        "equal": (stored_TLD == again_TLD).all(-1),
+        "equal": (stored_TLD == again_TLD).mean(-1),
     }
 
 
@@ -135,6 +140,7 @@ def _relative(found_TLD: Floats, expected_TLD: Floats) -> NDArray[np.float64]:
 def _layer(layer: int, rows: list[dict[str, NDArray[Any]]], limit: float) -> dict[str, Any]:
     difference, storing, equal = (np.concatenate([r[k] for r in rows]) for k in ("difference", "storing", "equal"))
     allowed = limit + _STORING * float(storing.mean())
+    unexplained = float((difference - _STORING * storing).max())
     return {
         "layer": layer,
         "mean": float(f"{difference.mean():.4g}"),
@@ -142,7 +148,7 @@ def _layer(layer: int, rows: list[dict[str, NDArray[Any]]], limit: float) -> dic
         "storing_mean": float(f"{storing.mean():.4g}"),
         "allowed_mean": float(f"{allowed:.4g}"),
         "equal_share": round(float(equal.mean()), 4),
-        "ok": bool(difference.mean() <= allowed),
+        "ok": bool(difference.mean() <= allowed and unexplained <= _WORST * limit),
     }
 
 
@@ -154,14 +160,15 @@ def recompute_lines(report: dict[str, Any]) -> list[str]:
     ]
     for row in report["layers"]:
         lines.append(
-            f"  layer {row['layer']:3}: mean {row['mean']:.2e}, largest {row['largest']:.2e}, equal to the bit "
-            f"{row['equal_share']:.1%}; of storing alone {row['storing_mean']:.2e}, mean allowed "
+            f"  layer {row['layer']:3}: mean {row['mean']:.2e}, largest {row['largest']:.2e}, equal values "
+            f"{row['equal_share']:.1%}; of storing alone {row['storing_mean']:.2e}, allowed mean "
             f"{row['allowed_mean']:.2e}{'' if row['ok'] else '  BEYOND THE LIMIT'}"
         )
+    limit = report["limit_of_rounding"]
     lines.append(
-        f"  expected: all equal to the bit for the same device and batch shape, else within the rounding of "
-        f"{report['target_dtype']} (mean {report['limit_of_rounding']:g}) and {_STORING} × the error of storing "
-        f"{report['feature_dtype']}"
+        f"  expected: all values equal for the same device and batch shape; else the rounding of "
+        f"{report['target_dtype']} (mean to {limit:g}, worst token to {_WORST * limit:g}), and {_STORING} × the error "
+        f"of storing {report['feature_dtype']}"
     )
     if not report["ok"]:
         lines.append("  the states are not this target's: wrong layers, weights or ids, or another arithmetic")

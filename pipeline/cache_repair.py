@@ -66,7 +66,7 @@ def repair(
                 _take_out(say, found, report.shard)
             if again:
                 STEPS["extract"](run)
-                result["made"] = _require_whole(run.cache, sorted(again, key=names.shard_index), workers)
+                result["made"] = _require_whole(run.cache, again, workers, run.recipe.cache.max_bytes is not None)
             _forget_damaged_records(say, found)
         result["problems"] = cache_problems(found.storage, found.plan)
     for problem in result["problems"]:
@@ -102,19 +102,23 @@ def _forget_damaged_records(say: Say, found: Survey) -> None:
             say(f"repair: removed {key}, a damaged record of an evicted shard")
 
 
-def _require_whole(cache: str, shards: list[str], workers: int | None) -> list[str]:
-    """Check what was made.
+def _require_whole(cache: str, shards: list[str], workers: int | None, rolling: bool) -> list[str]:
+    """Check what was made; a rolling run makes some shards only when training comes to them.
+
+    Returns:
+        The shards that are there now.
 
     Raises:
         PipelineError: a shard is damaged or missing again.
     """
-    bad = [r for r in verify_shards(survey(cache), shards, workers) if r.status != "ok"]
+    reports = verify_shards(survey(cache), sorted(shards, key=names.shard_index), workers)
+    bad = [r for r in reports if r.status == "corrupt" or (r.status == "missing" and not rolling)]
     if bad:
         raise PipelineError(
             f"{bad[0].shard} was made again and is {bad[0].status} again: {bad[0].problems[0]}; look at the disk of "
             f"{cache} before you trust it with more"
         )
-    return shards
+    return [r.shard for r in reports if r.status == "ok"]
 
 
 def repair_lines(result: dict[str, Any]) -> str:
@@ -122,4 +126,6 @@ def repair_lines(result: dict[str, Any]) -> str:
     again = len(result["damaged"]) + len(result["missing"])
     if result["dry_run"]:
         return f"{result['cache']}: {result['ok_shards']} shards are whole, {again} would be made again"
-    return f"{result['cache']}: {result['ok_shards']} shards were whole, {len(result['made'])} were made again"
+    text = f"{result['cache']}: {result['ok_shards']} shards were whole, {len(result['made'])} were made again"
+    left = again - len(result["made"])
+    return text + (f"; {left} are left to the rolling run (cache.max_bytes)" if left else "")

@@ -17,7 +17,7 @@ from rich.text import Text
 from pipeline.report_text import bytes_text, clean, count_text, number_text, percent_text, seconds_text
 
 _LEFT = ("shard", "state", "array", "type", "problem", "sample", "ledger: sample", "reason", "detail", "identity",
-         "value", "compression", "key", "kind", "note")  # fmt: skip
+         "value", "compression", "key", "cache", "kind", "note")  # fmt: skip
 _OPEN, _CLOSE = "⟦", "⟧"
 _WIDTH = 110
 
@@ -102,18 +102,21 @@ def info_table(info: dict[str, Any]) -> str:
         ["garbage", f"{info['garbage']['items']} items, {bytes_text(info['garbage']['bytes'])} (`dflash cache gc`)"],
         ["writing", _timings_text(timings)],
     ]
-    arrays = [
-        [name, a["dtype"], ["rows", *a["row_shape"]], ", ".join(a["compression"]), bytes_text(a["plain_bytes"]),
-         bytes_text(a["bytes"])]
-        for name, a in info["arrays"].items()
-    ]  # fmt: skip
+    columns = ["array", "type", "shape", "compression", "plain", "stored"]
+    arrays = [_array_row(name, array) for name, array in info["arrays"].items()]
     identity = [[name, number_text(value) if value is not None else "–"] for name, value in info["identity"].items()]
     problems = [[shard, problem] for shard, problem in info["damaged"].items()]
     problems += [[shard, "has a commit marker, but is not in the plan"] for shard in info["strays"]]
-    parts = [table(["key", "value"], facts), Text("")]
-    parts += [table(["array", "type", "shape", "compression", "plain", "stored"], arrays), Text("")]
+    parts = [table(["cache", "value"], facts), Text("")]
+    parts += [table(columns, arrays), Text("")]
     parts.append(table(["identity", "value"], identity))
     return render(*parts, *([Text(""), table(["shard", "problem"], problems)] if problems else []))
+
+
+def _array_row(name: str, array: dict[str, Any]) -> list[str]:
+    shape = " × ".join(["rows", *map(str, array["row_shape"])])
+    sizes = [bytes_text(array["plain_bytes"]), bytes_text(array["bytes"])]
+    return [name, array["dtype"], shape, ", ".join(array["compression"]), *sizes]
 
 
 def _state_text(info: dict[str, Any]) -> str:

@@ -32,6 +32,11 @@ class RunFolder:
         return self.path / "cache"
 
     @property
+    def heldout_cache(self) -> Path:
+        """Of the held-out samples alone, in rolling mode."""
+        return self.path / "cache-heldout"
+
+    @property
     def train(self) -> Path:
         return self.path / "train"
 

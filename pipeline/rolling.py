@@ -83,19 +83,23 @@ class RollingSchedule:
         later = self._next_in_round(number + 1, 0)
         return np.where(soon == NEVER, later, soon)
 
-    def next_action(self, position: int, there: Mapping[int, int], coming: set[int]) -> Make | Evict | None:
+    def next_action(
+        self, position: int, there: Mapping[int, int], coming: set[int], stray_bytes: int = 0
+    ) -> Make | Evict | None:
         """What to do now.
 
         Args:
             position: steps done.
             there: committed shards and their bytes.
             coming: shards that are being made.
+            stray_bytes: what attempts that died have left and is not removed yet.
 
         Returns:
             None: nothing, until training has gone on or a shard has come.
         """
         uses = self.next_use(position)
-        room = self.max_bytes - self.reserved - sum(there.values()) - sum(int(self.sizes[s]) for s in coming)
+        taken = sum(there.values()) + sum(int(self.sizes[s]) for s in coming) + stray_bytes
+        room = self.max_bytes - self.reserved - taken
         missing = uses.copy()
         missing[[*there, *coming]] = NEVER
         wanted = int(np.argmin(missing)) if len(missing) else 0

@@ -36,7 +36,6 @@ from typing import Any, Protocol
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from pipeline.errors import PipelineError, PoisonShard, StorageError
-from pipeline.progress import Progress
 
 Receipt = dict[str, Any]
 WAIT_S = 1.0  # how often the driver shows signs of life while nothing finishes
@@ -62,6 +61,10 @@ class Feed(Protocol):
         """
         ...
 
+    def given_up(self) -> bool:
+        """Whether nothing is wanted any more, not even what is being done."""
+        ...
+
 
 class _Listed:
     """A feed of units that are all known."""
@@ -71,6 +74,19 @@ class _Listed:
 
     def next_unit(self) -> Any:
         return next(self._left)
+
+    def given_up(self) -> bool:
+        return False
+
+
+class Shown(Protocol):
+    """What a pool tells as it goes; `progress.Progress` is one."""
+
+    def update(self, n: int = 1, failures: int = 0) -> None:
+        """Count finished units and failed attempts."""
+
+    def note(self, text: str) -> None:
+        """One line, such as the reason of a retry."""
 
 
 def unit_name(unit: Any) -> str:
@@ -84,7 +100,7 @@ def run_pool(
     *,
     n_workers: int,
     resources: Mapping[str, float],
-    progress: Progress | None = None,
+    progress: Shown | None = None,
     max_attempts: int = 3,
     label: str = "unit",
     on_receipt: Callable[[Any, Receipt], None] | None = None,
@@ -188,7 +204,7 @@ class _Pool:
         build_worker: Callable[[], Worker],
         n_workers: int,
         resources: Mapping[str, float],
-        progress: Progress | None,
+        progress: Shown | None,
         max_attempts: int,
         label: str,
         on_receipt: Callable[[Any, Receipt], None] | None,
@@ -231,7 +247,7 @@ class _Pool:
         return [self._receipts[i] for i in sorted(self._receipts)]
 
     def _goes_on(self) -> bool:
-        if self._hasty and self._failed:
+        if (self._hasty and self._failed) or self._feed.given_up():
             return False
         return bool(self._again or not self._exhausted or any(s.task for s in self._waiting.values()))
 

@@ -160,7 +160,7 @@ def _differences(prefix: str, found: Any, expected: Any) -> Iterator[str]:
         yield f"{prefix}: the folder has {found!r}, this run {expected!r}"
 
 
-def _resources(threads: int | None, default: int = 1) -> dict[str, float]:
+def worker_resources(threads: int | None, default: int = 1) -> dict[str, float]:
     import torch
 
     if torch.cuda.is_available():
@@ -168,7 +168,7 @@ def _resources(threads: int | None, default: int = 1) -> dict[str, float]:
     return {"num_cpus": float(threads or default)}
 
 
-def _cpus(workers: int, threads: int | None) -> int:
+def cpus_of(workers: int, threads: int | None) -> int:
     """CPUs that an own Ray must offer so that all workers fit, however many cores there are."""
     import os
 
@@ -219,7 +219,7 @@ def run_generate(run: Run) -> None:
         todo = [p for p in parts if p.index not in have]
         _say_resume(run, "generate", len(have), len(parts), "parts")
         job = GenerateJob(recipe.target, recipe.generate, recipe.prompts.max_prompt_tokens, recipe.seed, folder)
-        _pool(run, "generate", "part", todo, functools.partial(GenerateWorker, job), len(have), recipe.generate)
+        drive_pool(run, "generate", "part", todo, functools.partial(GenerateWorker, job), len(have), recipe.generate)
         table = ResponsesTable.open(folder)
         prompts = sum(len(r.prompt_ids) for r in table)
         summary |= {
@@ -250,7 +250,7 @@ def _say_resume(run: Run, stage: str, have: int, total: int, unit: str) -> None:
         run.say(f"{stage}: resuming, {have} of {total} {unit} are committed, {total - have} to do")
 
 
-def _pool(
+def drive_pool(
     run: Run,
     stage: str,
     unit: str,
@@ -263,14 +263,14 @@ def _pool(
     if not todo:
         return
     with (
-        ensure_ray(num_cpus=_cpus(config.workers, config.threads)),
+        ensure_ray(num_cpus=cpus_of(config.workers, config.threads)),
         Progress(have + len(todo), f"{unit}s", stage, done=have) as progress,
     ):
         run_pool(
             todo,
             build,
             n_workers=config.workers,
-            resources=_resources(config.threads),
+            resources=worker_resources(config.threads),
             progress=progress,
             label=unit,
             on_receipt=on_receipt,
@@ -331,6 +331,7 @@ def run_extract(run: Run) -> None:
     from cache_schema.marker import committed_shards
     from cache_schema.plan import plan_shards
     from cache_schema.responses import ResponsesTable
+    from pipeline.rolling_train import extract_heldout, is_rolling
     from stages.extract import ExtractJob, ExtractWorker, ShardUnit
     from stages.target import load_config, shape_of
 
@@ -344,6 +345,9 @@ def run_extract(run: Run) -> None:
         identity,
         plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token, recipe.cache.shard_bytes),
     )
+    if is_rolling(run, plan, identity):
+        extract_heldout(run, plan, identity)
+        return
     if run.is_done("extract", identity.fingerprint(), lambda: set(plan.shards()) <= set(committed_shards(storage))):
         return
     with run.stage("extract", identity.fingerprint()) as summary:
@@ -351,14 +355,14 @@ def run_extract(run: Run) -> None:
         todo = [ShardUnit(s, tuple(plan.samples(s))) for s in plan.shards() if s not in have]
         _say_resume(run, "extract", len(have), plan.n_shards, "shards")
         job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, run.cache)
-        guard = _QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, storage.where())
-        _pool(
+        guard = QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, storage.where())
+        drive_pool(
             run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take
         )
         summary |= _cache_summary(storage, guard)
 
 
-class _QuarantineGuard:
+class QuarantineGuard:
     """Stops the run when too large a share of its samples had non-finite states."""
 
     def __init__(self, n_samples: int, max_share: float, where: str) -> None:
@@ -378,7 +382,7 @@ class _QuarantineGuard:
             )
 
 
-def _cache_summary(storage: Storage, guard: _QuarantineGuard) -> dict[str, Any]:
+def _cache_summary(storage: Storage, guard: QuarantineGuard) -> dict[str, Any]:
     from cache_schema.reader import FeatureCache
 
     cache = FeatureCache.open(storage, require_complete=True)
@@ -438,6 +442,7 @@ def run_train(run: Run) -> None:
 
     from cache_schema.reader import FeatureCache
     from pipeline.follow import follow_metrics
+    from pipeline.rolling_train import is_rolling, train_rolling
     from stages import checkpoint
     from stages.order import StepPlan
     from stages.train_ray import train_with_ray
@@ -446,7 +451,10 @@ def run_train(run: Run) -> None:
     job = train_job(run)
     if run.is_done("train", job.fingerprint, lambda: _final_checkpoint(run, job) is not None):
         return
-    cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=True)
+    cache = FeatureCache.open(job.cache_dir, job.identity)
+    rolling = is_rolling(run, cache.plan, job.identity)
+    if not rolling:
+        cache.require_complete()
     plan = StepPlan(cache.plan, recipe.train, recipe.seed)
     with run.stage("train", job.fingerprint) as summary:
         newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
@@ -456,10 +464,12 @@ def run_train(run: Run) -> None:
             f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
             f"{plan.n_steps} steps in {recipe.train.epochs} epochs"
         )
-        if done < plan.n_steps:
+        if done < plan.n_steps and rolling:
+            summary |= train_rolling(run, job, cache, plan, done)
+        elif done < plan.n_steps:
             gpus = 1 if torch.cuda.is_available() else 0
             with (
-                ensure_ray(num_cpus=_cpus(recipe.train.workers, recipe.train.threads) + 1),
+                ensure_ray(num_cpus=cpus_of(recipe.train.workers, recipe.train.threads) + 1),
                 follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
             ):
                 train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus)

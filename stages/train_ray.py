@@ -16,6 +16,9 @@ from cache_schema.names import random_tag
 from stages.errors import TrainingError
 from stages.train import TrainJob
 
+_PATIENCE_S = 1800
+"""How long ranks wait for each other."""
+
 
 def _rank(settings: dict[str, Any]) -> None:
     import ray.train
@@ -27,6 +30,8 @@ def _rank(settings: dict[str, Any]) -> None:
     device = get_device()
     world = World(context.get_world_rank(), context.get_world_size(), device)
     job: TrainJob = settings["job"]
+    if (job.folder / settings["failure"]).exists():
+        return  # another rank has said what no retry mends; Ray restarted this group all the same
     try:
         train_rank(job, world)
     except DFlashError as error:
@@ -38,20 +43,20 @@ def _rank(settings: dict[str, Any]) -> None:
         (job.folder / settings["failure"]).write_text(storage_text(error))
 
 
-def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) -> None:
+def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) -> None:
     """Train on `job.train.workers` ranks; returns when the final checkpoint is written.
 
     Args:
         job: what to train; `folder` must be reachable from every worker.
         storage: a local folder for Ray Train's own small state.
-        gpus_per_worker: 0 trains on CPUs with gloo.
+        gpus_per_worker: 0 trains on CPUs with gloo; below 1 shares a GPU, with extract workers in rolling mode.
 
     Raises:
         TrainingError: the ranks failed, more often than `max_restarts` allows, or with an error that no retry mends.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     job.folder.mkdir(parents=True, exist_ok=True)
     failure = job.folder / f"failure.{random_tag()}.txt"
@@ -61,6 +66,8 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) ->
     trainer = TorchTrainer(
         _rank,
         train_loop_config={"job": job, "failure": failure.name},
+        # While one rank waits for a shard, the others wait for that rank.
+        torch_config=TorchConfig(timeout_s=_PATIENCE_S + round(job.rolling.wait_s if job.rolling else 0)),
         scaling_config=ScalingConfig(num_workers=job.train.workers, use_gpu=gpus_per_worker > 0,
                                      resources_per_worker=resources),
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
@@ -69,8 +76,15 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: int = 0) ->
     try:
         trainer.fit()
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
+        if failure.exists():
+            raise TrainingError(_taken(failure)) from error
         raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
     if failure.exists():
-        message = failure.read_text()
-        failure.unlink()
-        raise TrainingError(message)
+        raise TrainingError(_taken(failure))
+
+
+def _taken(failure: Path) -> str:
+    """What a rank left in the file, which goes."""
+    message = failure.read_text()
+    failure.unlink()
+    return message

@@ -7,6 +7,7 @@ import os
 import pickle  # only to show that errors survive it
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -246,6 +247,7 @@ class Feeding:
         self.rounds, self.then = [list(r) for r in rounds], then
         self.out = 0
         self.asked_in_vain = 0
+        self.gone = False
 
     def next_unit(self) -> Unit | None:
         if self.rounds and not self.rounds[0] and self.out == 0:
@@ -257,6 +259,9 @@ class Feeding:
             return None
         self.out += 1
         return self.rounds[0].pop(0)
+
+    def given_up(self) -> bool:
+        return self.gone
 
     def take(self, _unit: Unit, _receipt: dict[str, Any]) -> None:
         self.out -= 1
@@ -290,3 +295,22 @@ class TestFeed:
         feed = Feeding([UNITS[:2]], then="wait")  # it would never say that it has ended
         with pytest.raises(PoisonShard, match="shard-00001 failed on every attempt; 1 of 2 are done"):
             self.feed(Factory(tmp_path, "raise", bad=1), feed)
+
+    def test_a_feed_that_gives_up_ends_the_pool_in_the_middle_of_its_work(self, tmp_path: Path) -> None:
+        feed = Feeding([UNITS[:2]], then="wait")
+
+        class Slow(Factory):
+            def __call__(self) -> Any:
+                time.sleep(0.2)
+                return Sleeper()
+
+        threading.Timer(3, lambda: setattr(feed, "gone", True)).start()
+        began = time.monotonic()
+        assert self.feed(Slow(tmp_path), feed) == []
+        assert time.monotonic() - began < 30
+
+
+class Sleeper:
+    def run(self, unit: Unit, attempt: int) -> dict[str, Any]:
+        time.sleep(600)
+        return {}

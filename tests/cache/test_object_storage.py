@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import sys
 import threading
@@ -19,6 +20,7 @@ from cache_schema.errors import CacheError
 from cache_schema.object_storage import ObjectStorage
 from cache_schema.soundness import PROBE_BYTES, require_sound
 from cache_schema.storage import FolderStorage, ObjectReader, open_storage
+from tests.cache.test_storage import in_fork
 from tests.conftest import BUCKET
 from tests.servers.proxy import Proxy, proxy
 from tests.servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
@@ -145,6 +147,25 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         open_storage("memory://never-made").read("a")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_that_cannot_load_obstore_again_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage("memory://parent")
+    storage.create("a", b"x")
+
+    def no_copy(name: str) -> int:
+        raise PermissionError(errno.EACCES, "memfd is forbidden here")
+
+    def child() -> str:
+        monkeypatch.setattr(os, "memfd_create", no_copy)
+        try:
+            open_storage("memory://child").read("a")
+        except CacheError as error:
+            return str(error)
+        return ""
+
+    assert "'spawn'" in in_fork(child)
+
+
 # --- requests
 
 
@@ -171,9 +192,10 @@ def test_an_upload_that_is_given_up_leaves_no_parts(s3_server: S3Server, s3_url:
     storage = open_storage(s3_url)
     writer = storage.writer("a")
     writer.write(bytes(30 * MIB))
-    assert len(s3_server.pending_uploads(BUCKET)) > 0
+    prefix = s3_url.rsplit("/", 1)[1]
+    assert len(s3_server.pending_uploads(BUCKET, prefix)) > 0
     writer.abort()
-    assert s3_server.pending_uploads(BUCKET) == []
+    assert s3_server.pending_uploads(BUCKET, prefix) == []
 
 
 @pytest.mark.usefixtures("hasty")

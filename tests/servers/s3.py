@@ -135,10 +135,10 @@ class S3Server:
         for name in list(self._processes):
             self._end(name, signal.SIGKILL)
 
-    def pending_uploads(self, bucket: str) -> list[str]:
-        """Objects whose upload has begun and neither ended nor been given up."""
+    def pending_uploads(self, bucket: str, prefix: str) -> list[str]:
+        """Parts of uploads below a prefix that have begun and neither ended nor been given up."""
         listed = self._run("radosgw-admin", "bucket", "list", "--bucket", bucket, "--allow-unordered")
-        return [entry["name"] for entry in json.loads(listed) if entry["name"].startswith("_multipart_")]
+        return [entry["name"] for entry in json.loads(listed) if entry["name"].startswith(f"_multipart_{prefix}/")]
 
     def _answers(self) -> bool:
         try:
