@@ -53,7 +53,10 @@ def require_sound(storage: Storage) -> None:
             storage.delete(key)
 
 
-def _answer(probe: Callable[[Storage, str, bytes], str | None], storage: Storage, key: str, content: bytes) -> str | None:
+_Probe = Callable[[Storage, str, bytes], str | None]
+
+
+def _answer(probe: _Probe, storage: Storage, key: str, content: bytes) -> str | None:
     try:
         return probe(storage, key, content)
     except (EOFError, FileNotFoundError) as error:

@@ -44,9 +44,9 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def out(found: Any, as_json: bool, text: Callable[[Any], str]) -> None:
-    """Print what a command found."""
-    click.echo(json.dumps(found, indent=1) if as_json else text(found))
+def out(found: Any, as_json: bool, text: Callable[[Any], str], colour: bool = False) -> None:
+    """Print what a command found; with `colour` the text has codes for a terminal."""
+    click.echo(json.dumps(found, indent=1) if as_json else text(found), color=colour)
 
 
 @click.group("cache")
@@ -120,7 +120,7 @@ def cache_show(cache: str, shard: str, sample: str | None, tokenizer: str | None
 
     colour = cache_view.wants_colour()
     text = lambda view: cache_view.sample_table(view, colour)  # noqa: E731  # one line, used once
-    out(sample_view(cache, shard, sample, tokenizer), as_json, text)
+    out(sample_view(cache, shard, sample, tokenizer), as_json, text, colour)
 
 
 @cache_group.command("stats", short_help="Norms, outliers and lengths, per layer.")

@@ -88,8 +88,8 @@ def length_statistics(lengths: Iterable[int]) -> dict[str, float] | None:
     return {
         "min": int(values.min()),
         "mean": round(float(values.mean()), 2),
-        "p50": float(middle),
-        "p95": float(high),
+        "p50": round(float(middle), 2),
+        "p95": round(float(high), 2),
         "max": int(values.max()),
     }
 

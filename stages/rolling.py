@@ -133,7 +133,7 @@ class PositionFile:
         self.path = path
         self._step: int | None = None
         self._error: OSError | None = None
-        self._news, self._closed = threading.Event(), False
+        self._news, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="position", daemon=True)
         self._thread.start()
 
@@ -150,24 +150,24 @@ class PositionFile:
 
     def close(self) -> None:
         """Write what is not written yet."""
-        self._closed = True
+        self._closing.set()
         self._news.set()
         self._thread.join()
 
     def _write_on(self) -> None:
-        while not self._closed:
+        last = False
+        while not last:
+            # At once and not at fixed times: a trainer that now waits for a shard sets no other number.
             self._news.wait()
             self._news.clear()
-            if self._step is None:
-                continue
+            last = self._closing.is_set()
             try:
-                write_position(self.path, self._step)
+                if self._step is not None:
+                    write_position(self.path, self._step)
             except OSError as error:
                 self._error = error
                 return
-            # A trainer that now waits for a shard sets no other number, so this one must not wait for the next.
-            if not self._closed:
-                time.sleep(WRITE_S)
+            self._closing.wait(WRITE_S)
 
 
 def write_position(path: Path, step: int) -> None:

@@ -284,7 +284,7 @@ def test_show_gives_norms_and_values_of_the_states(call: Call, kind: str, reques
         assert row["mean_norm"] == pytest.approx(norms.mean(), rel=tolerance)
         assert row["max_norm"] == pytest.approx(norms.max(), rel=tolerance)
         assert row["max_norm_token"] == norms.argmax()
-        scale = np.abs(expected[0, i]).max()
+        scale = float(np.abs(expected[0, i]).max())
         assert row["head"] == pytest.approx(expected[0, i, :6].tolist(), abs=scale * tolerance)
     assert [row["layer"] for row in found["layers"]] == list(IDENTITY.layer_ids)
 
@@ -340,10 +340,15 @@ def test_stats_are_drawn(call: Call, exact: Path, tmp_path: Path) -> None:
 # --- verify ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
-def test_verify_finds_a_flipped_byte(call: Call, exact: Path, damaged: Path, workers: list[str]) -> None:
-    assert call("verify", exact, *workers)[0] == 0
-    code, text, err = call("verify", damaged, *workers)
+def test_verify_in_several_processes_finds_the_same(call: Call, damaged: Path) -> None:
+    one, two = call("verify", damaged, "--json"), call("verify", damaged, "--json", "--workers", "2")
+    assert one[0] == two[0] == 1
+    assert strict_json(one[1])["problems"] == strict_json(two[1])["problems"] != []
+
+
+def test_verify_finds_a_flipped_byte(call: Call, exact: Path, damaged: Path) -> None:
+    assert call("verify", exact)[0] == 0
+    code, text, err = call("verify", damaged)
     assert code == 1
     assert "DAMAGED: 2 ok, 0 missing, 1 corrupt" in text
     assert "shard-00001: corrupt: shard-00001: features" in text
@@ -486,16 +491,16 @@ def test_diff_names_shards_ledgers_and_plans(call: Call, exact: Path, tmp_path: 
     shutil.rmtree(path / "shards" / marker.group)
     (path / "commits" / "shard-00002.json").unlink()
     with ShardWriter(path, "shard-00002", made_of, HIDDEN) as writer:
-        codes, _ = to_stored(states("e", 90, seed=1), feature_format(made_of))
-        writer.drop("d", "too_short", "x")
-        writer.append("e", codes, (token_ids("e", 90) % 250).astype(np.int32), mask(90))
+        for s in ("d", "e"):
+            codes, _ = to_stored(states(s, LENGTHS[s], seed=int(s == "e")), feature_format(made_of))
+            writer.append(s, codes, (token_ids(s, LENGTHS[s]) % 250).astype(np.int32), mask(LENGTHS[s]))
         writer.drop("lost", "other", "reason")
         writer.commit()
     code, text, _ = call("diff", exact, path, "--data")
     assert code == 1
     assert "shard-00000: committed only in A" in text
     assert "the values of features differ" in text
-    assert "the ledgers differ" in text
+    assert "the ledgers differ (1 and 1 rows) about 'lost'" in text
     value_cache(tmp_path / "other", responses_sha256="q" * 64)
     assert "responses_sha256" in call("diff", exact, tmp_path / "other")[1]
     make_cache(tmp_path / "third")
@@ -648,6 +653,25 @@ def test_copy_there_and_back(call: Call, compact: Path, tmp_path: Path, kind: st
     assert verify_cache(tmp_path / "back").ok
     found = strict_json(call("info", place, "--json")[1])
     assert found["stored"]["samples"] == 5
+
+
+def test_commands_on_a_real_object_store(call: Call, compact: Path, s3_url: str, tmp_path: Path) -> None:
+    place = f"{s3_url}/cache"
+    assert call("copy", compact, place, "--shards", "0,1")[0] == 0
+    code, out, err = call("copy", compact, place, "--json")
+    assert (code, strict_json(out)["copied"]) == (0, ["shard-00002"]), err
+    found = strict_json(call("verify", place, "--workers", "2", "--json")[1])
+    assert (found["ok"], found["path"], found["shards"]["ok"]) == (True, place, 3)
+    assert call("diff", compact, place, "--data")[0] == 0
+    assert strict_json(call("info", place, "--json")[1])["garbage"] == {"items": 0, "bytes": 0}
+    assert "a in shard-00000: 70 tokens" in call("show", place, SHARD, "a")[1]
+    assert call("export", place, tmp_path / "out", "--format", "safetensors", "--samples", "2")[0] == 0
+    open_storage(place).delete(names.commit_key("shard-00001"))
+    assert "could go" in call("gc", place, "--older-than", "0s")[1]
+    assert "deleted 1 items" in call("gc", place, "--older-than", "0s", "--delete")[1]
+    assert call("verify", place)[0] == 1
+    assert call("copy", place, tmp_path / "back")[0] == 0
+    assert committed_shards(open_storage(tmp_path / "back")) == ["shard-00000", "shard-00002"]
 
 
 def test_copy_goes_on_where_it_was_stopped(call: Call, exact: Path, tmp_path: Path) -> None:

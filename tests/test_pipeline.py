@@ -248,7 +248,7 @@ def test_cache_commands(home: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.ray
-def test_flipped_byte_is_found_and_stops_training(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_flipped_byte_is_found_stops_training_and_is_repaired(home: Path, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
     victim = next((run / "cache" / "shards").glob("shard-00001.*")) / "features" / "c" / "0" / "0" / "0"
@@ -264,6 +264,14 @@ def test_flipped_byte_is_found_and_stops_training(home: Path, undisturbed: Path,
     assert trained.returncode == 1
     assert "shard-00001" in trained.stderr
     assert "Traceback" not in trained.stderr
+    repaired = dflash("cache", "repair", home / "r.yaml", "--set", f"run={run}", "--json")
+    assert repaired.returncode == 0, repaired.stderr
+    assert json.loads(repaired.stdout)["made"] == ["shard-00001"]
+    assert equal_caches(run / "cache", undisturbed / "cache") == []
+    assert verify_cache(run / "cache").ok
+    again = dflash("cache", "verify", run / "cache", "--recompute", "3", "--json")
+    assert again.returncode == 0, again.stderr
+    assert all(layer["largest"] < 1e-2 for layer in json.loads(again.stdout)["recompute"]["layers"])
 
 
 def test_a_second_driver_is_refused(home: Path, tmp_path: Path) -> None:
