@@ -18,10 +18,10 @@ SETTINGS := $(foreach s,$(SET),--set '$(s)')
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types constraints $(STAGES)
+.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions $(STAGES)
 
 help: ## this list
-	@grep -hE '^[a-z |]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
 	@echo '  make STAGE RECIPE=recipes/x.yaml SET="train.lr=3e-4 …"'
 	@echo '                    one of: $(STAGES)'
 
@@ -29,7 +29,7 @@ demo: $(STAMP) ## the whole pipeline on a small real model, with a report at the
 	$(DFLASH) run recipes/demo.yaml
 
 test: lint types ## lint, types and all tests
-	@for p in $(PACKAGES) tests; do \
+	@for p in $(PACKAGES) benchmarks tests; do \
 	    printf '%-14s %6d lines of Python\n' $$p "$$(find $$p -name '*.py' -exec cat {} + | wc -l)"; done
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
 
@@ -38,6 +38,15 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy, strict on cache_schema and stages
 	$(BIN)/mypy
+
+bench-cache: $(STAMP) ## speed of the cache beside raw files and other formats; BENCH_ARGS=--quick is a try
+	$(BIN)/python -m benchmarks.cache $(BENCH_ARGS)
+
+bench-flips: $(STAMP) ## 1,000 random bytes of a cache changed, for each of two kinds: all found, no read wrong
+	$(BIN)/python -m benchmarks.flips $(BENCH_ARGS)
+
+bench-interruptions: $(STAMP) ## 200 random kills, full disks and lost object stores: the cache ends the same
+	$(BIN)/python -m benchmarks.interruptions $(BENCH_ARGS)
 
 $(STAGES): $(STAMP)
 	$(DFLASH) $@ $(RECIPE) $(SETTINGS)

@@ -32,15 +32,17 @@ from benchmarks.frontier_schemes import CALIBRATION_TOKENS, Scheme, channel_scal
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 BITS, GROUPS = (8, 7, 6, 5, 4), ("D", "192", "64", "32")
 SCHEMES = (
-    "bfloat16", "float16", *(f"float8-{g}" for g in GROUPS), *(f"int8-{b}b-{g}" for b in BITS for g in GROUPS),
+    "bfloat16", "float16", *(f"float8-{g}" for g in GROUPS),
+    *(f"float8-{b}b-{g}" for b in BITS[1:] for g in ("D", "64")),
+    *(f"int8-{b}b-{g}" for b in BITS for g in GROUPS),
     *(f"norm-{b}b-{g}" for b in BITS for g in ("D", "64")),
 )
-REORDERED = ("int8-8b-D", "int8-6b-D", "int8-6b-64", "int8-5b-64", "norm-6b-D", "norm-5b-D")
+REORDERED = ("float8-5b-D", "float8-4b-D", "int8-8b-D", "int8-6b-64", "norm-5b-D")
 """Schemes that are also tried in other orders of the axes."""
 TAU_SCHEMES = (
-    "bfloat16", "int8-8b-D", "norm-6b-D", "int8-6b-64", "int8-5b-64", "norm-5b-D", "int8-7b-D", "norm-4b-64",
-    "int8-8b-64", "float8-D", "int8-6b-D", "int8-6b-32", "norm-4b-D", "int8-5b-D", "int8-4b-D", "int8-4b-32",
-    "int8-4b-64",
+    "bfloat16", "float8-5b-D", "float8-4b-D", "int8-8b-D", "int8-7b-D", "int8-4b-D", "int8-6b-64", "norm-6b-D",
+    "float8-D", "int8-6b-D", "norm-5b-D", "int8-5b-64", "int8-8b-64", "int8-4b-64", "int8-6b-32", "int8-5b-D",
+    "norm-4b-D", "int8-4b-32",
 )
 SEEDS = (0, 1, 2)
 

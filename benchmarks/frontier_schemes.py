@@ -32,13 +32,12 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """`bfloat16`, `float8-64`, `int8-6b-D`, `norm-6b-D` …"""
+        """`bfloat16`, `float8-64`, `float8-5b-D`, `int8-6b-D`, `norm-6b-D` …"""
         if not self.format.quantised:
             return self.format.dtype
         group = self.format.group or "D"
-        if self.format.bits is None:
-            return f"float8-{group}"
-        return f"{'norm' if self.normalised else 'int8'}-{self.format.bits}b-{group}"
+        kind = "float8" if self.format.dtype == "float8_e4m3fn" else "norm" if self.normalised else "int8"
+        return f"{kind}-{group}" if self.format.bits is None else f"{kind}-{self.format.bits}b-{group}"
 
     def store(
         self, states_TLD: torch.Tensor, channel_scale_LD: torch.Tensor
@@ -67,11 +66,11 @@ def parse(name: str) -> Scheme:
     if kind in ("bfloat16", "float16") and not rest:
         return Scheme(FeatureFormat(dtype=kind))
     group = None if rest[-1] == "D" else int(rest[-1])
+    if kind not in ("float8", "int8", "norm"):
+        raise ValueError(f"{name!r} is no scheme; known are bfloat16, float16, float8-G and float8-, int8-, norm-Bb-G")
+    bits = int(rest[0].removesuffix("b")) if len(rest) > 1 else None
     if kind == "float8":
-        return Scheme(FeatureFormat(dtype="float8_e4m3fn", group=group))
-    if kind not in ("int8", "norm"):
-        raise ValueError(f"{name!r} is no scheme; known are bfloat16, float16, float8-G, int8-Bb-G and norm-Bb-G")
-    bits = int(rest[0].removesuffix("b"))
+        return Scheme(FeatureFormat(dtype="float8_e4m3fn", bits=bits, group=group))
     return Scheme(FeatureFormat(dtype="int8", bits=bits, group=group), normalised=kind == "norm")
 
 

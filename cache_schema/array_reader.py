@@ -133,9 +133,7 @@ class ArrayReader:
         begin = (start - first * CHUNK_ROWS) * row
         out[:] = stored[:, :size].reshape(-1)[begin : begin + len(out)]
 
-    def _require_sums(
-        self, first: int, stored: NDArray[np.uint8], found: Sequence[int], sample_id: str | None
-    ) -> None:
+    def _require_sums(self, first: int, stored: NDArray[np.uint8], found: Sequence[int], sample_id: str | None) -> None:
         """Compare the stored checksums, [chunks, 4], with those of the bytes that were read."""
         sums = np.ascontiguousarray(stored).view("<u4")[:, 0]
         wrong = np.flatnonzero(sums != np.asarray(found, np.uint32))

@@ -15,8 +15,10 @@ from typing import Literal
 
 from cache_schema import durable, names
 from cache_schema.errors import CacheError, ShardNotCommitted
-from cache_schema.marker import read_marker
+from cache_schema.marker import CommitMarker
+from cache_schema.soundness import PROBES
 from cache_schema.storage import FolderStorage, Location, Storage, open_storage
+from cache_schema.survey import read_each
 
 MIN_AGE_S = 3600.0
 """Younger things are left alone unless the caller says otherwise."""
@@ -54,9 +56,11 @@ def find_garbage(location: Location | Storage, older_than_s: float = MIN_AGE_S) 
     """
     storage = open_storage(location)
     groups = storage.folders(names.SHARDS)
-    found = [item for group in groups if (item := _group(storage, group, older_than_s)) is not None]
-    if isinstance(storage, FolderStorage):
-        found += _temporaries(storage, older_than_s)
+    markers = read_each(storage, sorted({names.group_shard(group) for group in groups}))
+    found = [item for group in groups if (item := _group(storage, group, older_than_s, markers)) is not None]
+    found += (
+        _temporaries(storage, older_than_s) if isinstance(storage, FolderStorage) else _probes(storage, older_than_s)
+    )
     return found
 
 
@@ -77,20 +81,28 @@ def delete_garbage(
 
 def _delete(storage: Storage, item: Garbage, older_than_s: float) -> Garbage:
     if item.kind == "group":
-        again = _group(storage, item.key.removeprefix(f"{names.SHARDS}/"), older_than_s)
+        group = item.key.removeprefix(f"{names.SHARDS}/")
+        again = _group(storage, group, older_than_s, read_each(storage, [names.group_shard(group)]))
         if again is None or again.state != "old":
             return again or replace(item, state="kept", reason="it was committed meanwhile")
         storage.delete_tree(item.key)
+    elif item.key == PROBES:
+        storage.delete_tree(PROBES)
     else:
         storage.delete(item.key)
     return replace(item, state="deleted")
 
 
-def _group(storage: Storage, group: str, older_than_s: float) -> Garbage | None:
-    """A group, or None if a marker names it."""
-    named, reason = _named(storage, group)
-    if named:
+def _group(
+    storage: Storage, group: str, older_than_s: float, markers: dict[str, CommitMarker | CacheError]
+) -> Garbage | None:
+    """A group, or None if its shard's marker names it."""
+    shard, reason = names.group_shard(group), ""
+    marker = markers[shard]
+    if isinstance(marker, CommitMarker) and marker.group == group:
         return None
+    if not isinstance(marker, CommitMarker | ShardNotCommitted):
+        reason = f"the marker of {shard} is damaged and may name it: repair the cache first"
     key = names.group_key(group)
     sizes = [size for _, size in storage.list(key)]
     age_s = storage.age_s(key)
@@ -108,15 +120,13 @@ def _group(storage: Storage, group: str, older_than_s: float) -> Garbage | None:
     )
 
 
-def _named(storage: Storage, group: str) -> tuple[bool, str]:
-    """Whether its shard's marker names a group, and why that cannot be said."""
-    shard = names.group_shard(group)
-    try:
-        return read_marker(storage, shard).group == group, ""
-    except ShardNotCommitted:
-        return False, ""
-    except CacheError:
-        return False, f"the marker of {shard} is damaged and may name it: repair the cache first"
+def _probes(storage: Storage, older_than_s: float) -> Iterator[Garbage]:
+    """What a killed look at an object store left, as one item."""
+    sizes = [size for _, size in storage.list(PROBES)]
+    if sizes:
+        age_s = storage.age_s(PROBES)
+        state: Literal["old", "young"] = "old" if age_s >= older_than_s else "young"
+        yield Garbage(key=PROBES, kind="temporary", bytes=sum(sizes), objects=len(sizes), age_s=age_s, state=state)
 
 
 def _temporaries(storage: FolderStorage, older_than_s: float) -> Iterator[Garbage]:

@@ -5,16 +5,22 @@ if `group` does not divide D, the last one is smaller.
 
 A quantised value is `code · scale`, with one scale per token, layer and group:
 
-| type | code | largest code | error of a value, at most |
+| type | code | error of a value, at most | scale |
 |---|---|---|---|
-| `int8` with b bits | integer from −(2^(b−1)−1) to 2^(b−1)−1 | 127, 63, 31, 15, 7 for b = 8 … 4 | scale / 2 |
-| `float8_e4m3fn` | 1 sign, 4 exponent, 3 mantissa bits, bias 7 | 448 | 1/16 of the value, or scale · 2^−10 |
+| `int8`, b bits | integer, magnitude below 2^(b−1) | scale / 2 | largest magnitude / (2^(b−1) − 1) |
+| `float8_e4m3fn` | sign, 4 bits exponent, 3 mantissa | 1/16 of the value, or scale · 2^−10 | largest magnitude / 448 |
+| `float8_e4m3fn`, b bits | the same | the same | median magnitude · 2^(12−b), or the above if that is larger |
 
-Fewer bits take the same bytes and fewer levels: the entropy coder behind them does the packing. A scale is
-the group's largest magnitude over the largest code, rounded to the nearest *bfloat16* and kept as float32.
-The rounding costs nothing (the largest code stays the largest code, because its index is below 2^7), it halves
-the scales' bytes once they are compressed, and it makes every product of code and scale exact in float32. So each
-reader, device and library gets the same numbers, whatever its order of operations.
+Fewer bits take the same bytes and fewer levels: the entropy coder behind them does the packing.
+
+float8 with bits puts the typical value where float8 has a fixed step (below scale · 2^−5 all codes are
+scale · 2^−9 apart, here 1/2^(b−3) of the median magnitude), which an entropy coder packs best, and leaves the floating
+steps, and a range of 2^17, to the outliers. So a few large channels cost nothing: neither bytes nor what the other
+channels keep. b is roughly what a value takes after compression. With int8 the largest channel sets the step of all.
+
+Every scale is rounded to the nearest *bfloat16* and kept as float32. That costs nothing (int8's largest code stays the
+largest, because it is below 2^7), it halves the scales' bytes once they are compressed, and it makes every product
+of code and scale exact in float32: each reader, device and library gets the same numbers, in any order of operations.
 
 Source: `float8_e4m3fn` is the OCP 8-bit floating point specification's E4M3 (no infinities; NaN is S.1111.111).
 """
@@ -51,17 +57,17 @@ class FeatureFormat:
     dtype: str
     """`bfloat16`, `float16`, `float8_e4m3fn` or `int8`."""
     bits: int | None = None
-    """Bits that a code uses, 4 to 8; `int8` needs it, the others have none."""
+    """How fine, 4 to 8: `int8` needs it; for `float8_e4m3fn` None is as fine as it goes; the others have none."""
     group: int | None = None
     """Channels that share a scale; None is all of them. Quantised types only."""
 
     def __post_init__(self) -> None:
         if self.dtype not in STORED:
             raise CacheError(f"the feature dtype is {self.dtype!r}; known are {', '.join(STORED)}")
-        if self.dtype == "int8" and self.bits not in range(MIN_BITS, MAX_BITS + 1):
-            raise CacheError(f"int8 features have bits {self.bits!r}; it must be {MIN_BITS} to {MAX_BITS}")
-        if self.dtype != "int8" and self.bits is not None:
-            raise CacheError(f"{self.dtype} features have bits {self.bits}; only int8 has that setting, leave it out")
+        if self.bits is not None and not self.quantised:
+            raise CacheError(f"{self.dtype} features have bits {self.bits}; they have no such setting, leave it out")
+        if self.bits not in range(MIN_BITS, MAX_BITS + 1) and (self.bits is not None or self.dtype == "int8"):
+            raise CacheError(f"{self.dtype} features have bits {self.bits!r}; it must be {MIN_BITS} to {MAX_BITS}")
         if self.group is not None and not self.quantised:
             raise CacheError(f"{self.dtype} features have a group of {self.group}; they have no scales, leave it out")
         if self.group is not None and self.group < 1:
@@ -79,10 +85,15 @@ class FeatureFormat:
 
     @property
     def largest_code(self) -> float:
-        """What the largest magnitude of a group is stored as; only for quantised types."""
-        if self.bits is not None:
+        """The largest magnitude of a code; only for quantised types."""
+        if self.dtype == "int8" and self.bits is not None:
             return float(2 ** (self.bits - 1) - 1)
         return _FLOAT8_MAX
+
+    @property
+    def median_share(self) -> float | None:
+        """float8 with bits: the scale over the group's median magnitude (2^9 steps of a scale, 2^(3−b) medians)."""
+        return 2.0 ** (12 - self.bits) if self.dtype == "float8_e4m3fn" and self.bits is not None else None
 
     def n_groups(self, hidden: int) -> int:
         """Scales per token and layer; 0 if the type has none."""

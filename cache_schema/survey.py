@@ -74,20 +74,36 @@ def survey(location: Location | Storage) -> Survey:
 
 def _read_all(storage: Storage, identity: CacheIdentity, shards: list[str]) -> dict[str, CommitMarker | str]:
     """Markers of shards, or what is wrong with them; those that are gone by now are left out."""
+    found: dict[str, CommitMarker | str] = {}
+    for shard, marker in read_each(storage, shards).items():
+        if isinstance(marker, CommitMarker):
+            try:
+                require_fingerprint(marker, identity, storage.where())
+            except CacheError as error:
+                found[shard] = str(error)
+                continue
+            found[shard] = marker
+        elif not isinstance(marker, ShardNotCommitted):
+            found[shard] = str(marker)
+    return found
 
-    def read(shard: str) -> CommitMarker | str | None:
+
+def read_each(storage: Storage, shards: list[str]) -> dict[str, CommitMarker | CacheError]:
+    """The marker of each shard, or what reading it raised. On object stores many at a time.
+
+    Raises:
+        OSError: as the storage gave it.
+    """
+
+    def read(shard: str) -> CommitMarker | CacheError:
         try:
-            marker = read_marker(storage, shard)
-            require_fingerprint(marker, identity, storage.where())
-        except ShardNotCommitted:
-            return None
+            return read_marker(storage, shard)
         except CacheError as error:
-            return str(error)
-        return marker
+            return error
 
     if isinstance(storage, FolderStorage):
         found = [read(shard) for shard in shards]
     else:
         with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="markers") as pool:
             found = list(pool.map(read, shards))
-    return {shard: marker for shard, marker in zip(shards, found, strict=True) if marker is not None}
+    return dict(zip(shards, found, strict=True))

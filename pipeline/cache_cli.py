@@ -67,11 +67,10 @@ def cache_ls(cache: str, as_json: bool) -> None:
     \b
     Example: dflash cache ls runs/demo/cache
     """
-    from cache_schema.verify import describe_cache, list_shards
+    from pipeline.cache_info import cache_shards
     from pipeline.cache_view import shards_table
 
-    found = {"cache": describe_cache(cache), "shards": list_shards(cache)}
-    out(found, as_json, lambda f: shards_table(f["cache"], f["shards"]))
+    out(cache_shards(cache), as_json, shards_table)
 
 
 @cache_group.command("info", short_help="Identity, totals, compression, lengths, ledger.")
@@ -139,14 +138,14 @@ def cache_stats_command(cache: str, n_samples: int, seed: int, plot: Path | None
     from pipeline.cache_view import stats_table
     from pipeline.progress import Progress
 
+    if plot is not None and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise click.BadParameter(f"{plot}: give a file that ends in .png, .pdf or .svg", param_hint="--plot")
     with Progress(n_samples, "samples", "stats") as progress:
         found = cache_stats(cache, n_samples, seed, progress.update)
         progress.total = progress.done
     if plot is not None:
         from pipeline.cache_plot import draw_stats
 
-        if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise click.BadParameter(f"{plot}: give a file that ends in .png, .pdf or .svg", param_hint="--plot")
         draw_stats(found, plot)
         say(f"stats: drew {plot}")
     out(found, as_json, stats_table)

@@ -1,4 +1,4 @@
-"""`dflash cache info`: what a cache is made of and what it holds, from its markers and a listing."""
+"""`dflash cache ls` and `info`: what a cache is made of and what it holds, from its markers and a listing."""
 
 from __future__ import annotations
 
@@ -48,6 +48,50 @@ def cache_info(cache: Location) -> dict[str, Any]:
         "strays": found.strays,
         "garbage": {"items": len(garbage), "bytes": sum(g.bytes for g in garbage)},
         "timings": _timings(markers),
+    }
+
+
+def cache_shards(cache: Location) -> dict[str, Any]:
+    """`dflash cache ls`: the cache in short, and one row per planned shard.
+
+    Raises:
+        CacheError, OSError: as `cache_info`.
+    """
+    found = survey(cache)
+    evicted = set(found.evicted)
+    rows = [_shard_row(found, shard, shard in evicted) for shard in found.plan.shards()]
+    committed = [row for row in rows if row["status"] == "committed"]
+    about = {
+        "path": found.storage.url,
+        "fingerprint": found.identity.fingerprint(),
+        "identity": found.identity.to_json(),
+        "planned_shards": found.plan.n_shards,
+        "planned_samples": len(found.plan),
+        "committed_shards": len(committed),
+        **{key: sum(row[key] for row in committed) for key in ("samples", "tokens", "bytes", "dropped")},
+        "ledger": _ledger(found.markers.values()),
+    }
+    return {"cache": about, "shards": rows}
+
+
+def _shard_row(found: Survey, shard: str, evicted: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"shard": shard, "planned_samples": len(found.plan.samples(shard))}
+    if shard in found.damaged:
+        return row | {"status": "corrupt", "problem": found.damaged[shard]}
+    if shard not in found.markers:
+        planned = int(found.plan.lengths(shard).sum())
+        return row | {"status": "evicted" if evicted else "missing", "planned_tokens": planned}
+    marker = found.markers[shard]
+    return row | {
+        "status": "committed",
+        "samples": marker.samples,
+        "tokens": marker.tokens,
+        "bytes": marker.bytes,
+        "dropped": len(marker.dropped()),
+        "noted": sum(line["kept"] for line in marker.ledger),
+        "attempt": marker.attempt,
+        "seconds": marker.timings.get("total_s"),
+        "group": marker.group,
     }
 
 

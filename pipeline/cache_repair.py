@@ -46,7 +46,8 @@ def repair(
     run = Run(load_recipe(recipe, overrides), say)
     with run.folder.locked():
         found = survey(run.cache)
-        reports = verify_shards(found, [s for s in found.plan.shards() if s not in found.evicted], workers)
+        evicted = set(found.evicted)
+        reports = verify_shards(found, [s for s in found.plan.shards() if s not in evicted], workers)
         damaged = [r for r in reports if r.status == "corrupt"]
         missing = [r.shard for r in reports if r.status == "missing"]
         _tell(say, damaged, missing, dry_run)

@@ -37,7 +37,8 @@ def verify(
         responses: responses table to compare ids and masks with; None takes the one beside a local cache.
 
     Returns:
-        What was found, ready for JSON. A cache whose cache.json or plan is damaged is a finding too.
+        What was found, ready for JSON. A cache whose cache.json or plan is damaged is a finding too; a shard that
+        was evicted to make room is none.
 
     Raises:
         CacheError: a shard that the plan does not know was asked for.
@@ -49,7 +50,8 @@ def verify(
         found = survey(cache)
     except CacheError as error:
         return _nothing_to_read(cache, str(error))
-    chosen = shard_names(found.plan.shards(), shards) or found.plan.shards()
+    evicted = set(found.evicted)
+    chosen = shard_names(found.plan.shards(), shards) or [s for s in found.plan.shards() if s not in evicted]
     reports = verify_shards(found, chosen, workers)
     elapsed_s = time.monotonic() - began
     problems = [f"{r.shard}: {r.status}: {p}" for r in reports for p in r.problems]
@@ -64,6 +66,7 @@ def verify(
         "shards": {status: sum(r.status == status for r in reports) for status in ("ok", "missing", "corrupt")},
         "corrupt": [r.shard for r in reports if r.status == "corrupt"],
         "missing": [r.shard for r in reports if r.status == "missing"],
+        "evicted": found.evicted,
         "bytes": size,
         "seconds": round(elapsed_s, 3),
         "mb_per_s": round(size / elapsed_s / 1e6, 1) if elapsed_s > 0 else None,
@@ -75,7 +78,7 @@ def verify(
 def _nothing_to_read(cache: Location, problem: str) -> dict[str, Any]:
     return {
         "ok": False, "path": str(cache), "shards": {"ok": 0, "missing": 0, "corrupt": 0}, "corrupt": [], "missing": [],
-        "bytes": 0, "seconds": 0.0, "mb_per_s": None, "compared_with": None, "problems": [problem],
+        "evicted": [], "bytes": 0, "seconds": 0.0, "mb_per_s": None, "compared_with": None, "problems": [problem],
     }  # fmt: skip
 
 
@@ -162,13 +165,21 @@ def _compare_shard(cache: FeatureCache, shard: str, table: Any) -> list[str]:
     return problems
 
 
+def _state(report: dict[str, Any]) -> str:
+    if report["ok"]:
+        return "ok"
+    if not report["problems"]:
+        return "WRONG"
+    return "INCOMPLETE" if len(report["problems"]) == len(report["missing"]) else "DAMAGED"
+
+
 def verify_lines(report: dict[str, Any]) -> str:
     """What `dflash cache verify` prints."""
     counts = ", ".join(f"{n} {state}" for state, n in report["shards"].items())
+    counts += f", {len(report['evicted'])} evicted" if report["evicted"] else ""
     where = f"; ids and masks compared with {report['compared_with']}" if report["compared_with"] else ""
     speed = f", {report['mb_per_s']} MB/s" if report["bytes"] and report["mb_per_s"] else ""
-    state = "ok" if report["ok"] else ("DAMAGED" if report["problems"] else "WRONG")
-    lines = [f"{state}: {counts}{speed}{where}"]
+    lines = [f"{_state(report)}: {counts}{speed}{where}"]
     if "recompute" in report:
         from pipeline.cache_recompute import recompute_lines
 

@@ -61,8 +61,9 @@ def table(columns: list[str], rows: list[list[Any]]) -> Table:
     return made
 
 
-def shards_table(cache: dict[str, Any], shards: list[dict[str, Any]]) -> str:
+def shards_table(found: dict[str, Any]) -> str:
     """`dflash cache ls`."""
+    cache = found["cache"]
     rows = [
         [
             s["shard"],
@@ -73,13 +74,13 @@ def shards_table(cache: dict[str, Any], shards: list[dict[str, Any]]) -> str:
             s.get("dropped", "–"),
             s.get("noted", "–"),
         ]
-        for s in shards
+        for s in found["shards"]
     ]
     identity = cache["identity"]
     total = (
         f"{cache['path']}: {cache['committed_shards']} of {cache['planned_shards']} shards, "
         f"{cache['samples']} samples, {cache['tokens']} tokens, {bytes_text(cache['bytes'])}, "
-        f"{cache['dropped']} dropped {cache['ledger_reasons'] or ''}\n"
+        f"{cache['dropped']} dropped; ledger: {_ledger_text(cache['ledger'])}\n"
         f"target {clean(identity['target_name'])}, layers {identity['layer_ids']}, {identity['feature_dtype']}, "
         f"fingerprint {cache['fingerprint'][:16]}"
     )

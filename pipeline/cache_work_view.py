@@ -26,14 +26,14 @@ def gc_table(found: dict[str, Any]) -> str:
         ]
         for item in found["items"]
     ]
-    deleted, old = found["deleted_bytes"], found["old_bytes"]
-    count = sum(item["state"] in ("old", "deleted") for item in found["items"])
-    foot = f"{found['path']}: deleted {count} items, {bytes_text(deleted)}" if deleted else (
-        f"{found['path']}: {count} items, {bytes_text(old)} could go (--delete)"
-    )  # fmt: skip
-    rest = sum(item["state"] == "young" for item in found["items"])
-    if rest:
-        foot += f"; {rest} younger than {seconds_text(found['older_than_s'])} left alone"
+    counts = {state: sum(item["state"] == state for item in found["items"]) for state in ("old", "young", "deleted")}
+    foot = f"{found['path']}: "
+    if counts["deleted"]:
+        foot += f"deleted {counts['deleted']} items, {bytes_text(found['deleted_bytes'])}"
+    else:
+        foot += f"{counts['old']} items, {bytes_text(found['old_bytes'])} could go (--delete)"
+    if counts["young"]:
+        foot += f"; {counts['young']} younger than {seconds_text(found['older_than_s'])} left alone"
     columns = ["key", "kind", "state", "objects", "bytes", "age", "note"]
     return render(table(columns, rows), Text(""), Text(foot))
 

@@ -3,7 +3,7 @@
 Used when `cache.max_bytes` is set and the whole cache (before compression) would be larger. Then the extract stage
 only makes a small cache of the held-out samples, which every look at them needs, and the train stage does the rest.
 
-The driver's pool of extract workers is fed by `RollingFeed`, which asks `pipeline.rolling` what to do whenever a
+The driver's pool of extract workers is fed by `RollingFeed`, which asks `RollingSchedule` what to do whenever a
 worker is idle. Markers and the trainer's position are on disk, so a killed run goes on: committed shards are kept,
 training goes on from its checkpoint, and shards that only the older position needs are made again.
 """
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,27 +25,22 @@ from cache_schema.durable import write_atomic
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format
 from cache_schema.manifest import create_cache
-from cache_schema.marker import committed_shards, evict, read_marker
+from cache_schema.marker import committed_shards
 from cache_schema.plan import ShardPlan, plan_shards
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import Storage, open_storage
-from pipeline.errors import PipelineError
 from pipeline.follow import follow_metrics
 from pipeline.report_text import bytes_text
-from pipeline.rolling import Make, RollingSchedule, require_room, shard_sizes, what_is_seen
+from pipeline.rolling import RollingSchedule, require_room, shard_sizes, what_is_seen
+from pipeline.rolling_feed import RollingFeed
 from pipeline.runner import ensure_ray, run_pool
 from pipeline.steps import QuarantineGuard, Run, Say, cpus_of, drive_pool, worker_resources
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
 from stages.order import StepPlan
-from stages.rolling import POSITION, Rolling, read_position, write_position
+from stages.rolling import POSITION, Rolling, write_position
 from stages.target import load_config, shape_of
 from stages.train import TrainJob
 from stages.train_ray import train_with_ray
-
-STRAY_S = 30.0
-"""Age from which a group that no marker names and no worker writes is removed: its writer has died."""
-_SWEEP_S = 10.0
-_TELL_S = 30.0
 
 
 def is_rolling(run: Run, plan: ShardPlan, identity: CacheIdentity) -> bool:
@@ -220,158 +213,3 @@ class _Lines:
 
     def note(self, text: str) -> None:
         self.say(f"extract: {text}")
-
-
-@dataclass
-class RollingCounts:
-    """What became of the shards, over all starts of a run; kept in the training folder."""
-
-    file: Path
-    made: int = 0
-    made_again: int = 0
-    evicted: int = 0
-    peak_bytes: int = 0
-
-    @classmethod
-    def load(cls, file: Path) -> RollingCounts:
-        """Go on counting where an earlier start of the run stopped."""
-        try:
-            found = json.loads(file.read_bytes())
-            return cls(file, *(int(found[k]) for k in ("made", "made_again", "evicted", "peak_bytes")))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return cls(file)
-
-    def save(self) -> None:
-        counts = {name: value for name, value in dataclasses.asdict(self).items() if name != "file"}
-        write_atomic(self.file, json.dumps(counts).encode())
-
-    def summary(self, max_bytes: int) -> dict[str, Any]:
-        """For the train stage."""
-        return {
-            "shards_made": self.made,
-            "shards_made_again": self.made_again,
-            "shards_evicted": self.evicted,
-            "peak_bytes": self.peak_bytes,
-            "max_bytes": max_bytes,
-        }
-
-
-class RollingFeed:
-    """Gives the pool the shard that training needs next, and makes room for it.
-
-    Used by one thread, but for `stop`.
-
-    Args:
-        schedule: decides.
-        cache: as it is at the start.
-        folder: of the run's training files.
-        guard: stops the run when too many samples are not finite.
-        say: where lines for the user go.
-    """
-
-    def __init__(
-        self, schedule: RollingSchedule, cache: FeatureCache, folder: Path, guard: QuarantineGuard, say: Say
-    ) -> None:
-        self.schedule, self.storage, self.plan = schedule, cache.storage, cache.plan
-        self.guard, self.say, self._position_file = guard, say, folder / POSITION
-        self.counts = RollingCounts.load(folder / "rolling.json")
-        self.there = {names.shard_index(s): m.bytes for s, m in cache.markers.items()}
-        self.coming: set[int] = set()
-        self._groups = {names.shard_index(s): m.group for s, m in cache.markers.items()}
-        self._seen = set(self.there) | {
-            names.shard_index(Path(key).stem) for key, _ in self.storage.list(names.EVICTED)
-        }
-        self._stop = threading.Event()
-        self._stray_bytes, self._swept = 0, float("-inf")
-        self._lacking: tuple[int, float] = (-1, 0.0)
-        self._measure()
-
-    def stop(self) -> None:
-        """Nothing more is wanted; may be called by any thread."""
-        self._stop.set()
-
-    def given_up(self) -> bool:
-        return self._stop.is_set()
-
-    def next_unit(self) -> ShardUnit | None:
-        """The next shard to make, after others have been evicted to make room for it."""
-        if self._stop.is_set():
-            raise StopIteration
-        if time.monotonic() - self._swept > _SWEEP_S:
-            self._sweep()
-        position = read_position(self._position_file)
-        while True:
-            action = self.schedule.next_action(position, self.there, self.coming, self._stray_bytes)
-            if action is None:
-                self._look_at_the_trainer(position)
-                return None
-            if isinstance(action, Make):
-                self.coming.add(action.shard)
-                shard = names.shard_name(action.shard)
-                return ShardUnit(shard, tuple(self.plan.samples(shard)))
-            self._evict(action.shard)
-
-    def take(self, unit: ShardUnit, receipt: dict[str, Any]) -> None:
-        """Count a shard that a worker has committed."""
-        index = names.shard_index(unit.name)
-        marker = read_marker(self.storage, unit.name)
-        self.coming.discard(index)
-        self.there[index], self._groups[index] = marker.bytes, marker.group
-        self.counts.made += 1
-        if index in self._seen:
-            self.counts.made_again += 1
-        else:
-            self._seen.add(index)
-            self.guard.take(unit, receipt)
-        self._measure()
-
-    def _evict(self, index: int) -> None:
-        evict(self.storage, names.shard_name(index))
-        del self.there[index], self._groups[index]
-        self.counts.evicted += 1
-        self.counts.save()
-
-    def _measure(self) -> None:
-        """Bytes below `shards/` now, the halves of shards that are being made included."""
-        found = sum(size for _, size in self.storage.list(names.SHARDS)) + self.schedule.reserved
-        self.counts.peak_bytes = max(self.counts.peak_bytes, found)
-        self.counts.save()
-
-    def _sweep(self) -> None:
-        """Remove what attempts that died have left. This driver holds the run, so only its workers write here."""
-        self._swept, self._stray_bytes, removed = time.monotonic(), 0, list[int]()
-        named = set(self._groups.values())
-        for group in self.storage.folders(names.SHARDS):
-            shard = names.group_shard(group)
-            if group in named or names.shard_index(shard) in self.coming:
-                continue
-            key = names.group_key(group)
-            size = sum(n for _, n in self.storage.list(key))
-            if self.storage.age_s(key) < STRAY_S:
-                self._stray_bytes += size  # a worker of a killed driver may still be at it for a moment
-                continue
-            self.storage.delete_tree(key)
-            removed.append(size)
-        if removed:
-            self.say(f"rolling: removed {len(removed)} unfinished shards of attempts that died "
-                     f"({bytes_text(sum(removed))})")
-
-    def _look_at_the_trainer(self, position: int) -> None:
-        """Say when training waits for a shard, and notice when it would wait for ever."""
-        if position >= self.schedule.plan.n_steps:
-            return
-        lacking = sorted(self.schedule.plan.shards_of_step(position) - self.there.keys())
-        if not lacking:
-            self._lacking = (-1, 0.0)
-            return
-        now = time.monotonic()
-        if self._lacking[0] != position:
-            self._lacking = (position, now)
-        if not self.coming and self._stray_bytes == 0:
-            raise PipelineError(
-                f"training needs {names.shard_name(lacking[0])} for step {position + 1}, but the shards of that step "
-                f"alone fill cache.max_bytes ({bytes_text(self.schedule.max_bytes)}): raise it"
-            )
-        if now - self._lacking[1] > _TELL_S:
-            self._lacking = (position, now)
-            self.say(f"train: waiting for {names.shard_name(lacking[0])}: not extracted yet")

@@ -153,7 +153,7 @@ def _disk(recipe: Recipe, spec: DrafterSpec, counts: SampleCounts, cache_bytes: 
     parameters = drafter_parameters(spec)
     parts = {
         "responses": round(counts.n_samples * counts.mean_tokens * _RESPONSE_TOKEN),
-        "cache": cache_bytes,
+        "cache": min(cache_bytes, recipe.cache.max_bytes or cache_bytes),
         # One more than is kept: a new checkpoint is complete before an old one goes.
         "checkpoints": (recipe.train.keep_checkpoints + 1) * parameters * _STATES * _FP32,
         "export": parameters * _BF16,
@@ -195,7 +195,8 @@ def render_plan(plan: dict[str, Any], width: int = 110) -> str:
     if not disk["fits"]:
         need, free = bytes_text(disk["need_bytes"]), bytes_text(disk["free_bytes"])
         console.print(Text(f"DOES NOT FIT: this run needs {need}, but {disk['folder']} has {free} free."))
-        console.print(Text("Fewer samples, fewer feature layers, or another run folder (--set run=…) would help."))
+        console.print(Text("Fewer samples, fewer feature layers, another run folder (--set run=…), or a cache that is"))
+        console.print(Text("never there as a whole (--set cache.max_bytes=…, see docs/cache.md) would help."))
     return text.getvalue()
 
 

@@ -30,14 +30,15 @@ _SMALLEST_SCALE = 2.0**-126
 """The smallest normal bfloat16: below it a rounded scale could be zero or far off its group's values."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 _FLOAT8 = torch.from_numpy(float8_values())
+_FLOAT8_HALF_STEP = 2.0**-10
+"""The largest magnitude that rounds to zero (a tie, so to even)."""
 
 
 def quantize(states_TLD: torch.Tensor, format: FeatureFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and scales of states.
 
-    A scale is the group's largest magnitude over the largest code, rounded to bfloat16 (see
-    `cache_schema.quantized` for why). A group of zeros has scale 0 and codes 0. Rounding is to nearest, ties to
-    even. Codes and scales depend on the values alone, not on the device or the block.
+    `cache_schema.quantized` says how scales are chosen and why. A group of zeros has scale 0 and codes 0. Rounding is
+    to nearest, ties to even. Codes and scales depend on the values alone, not on the device or the block.
 
     Args:
         states_TLD: [..., L, D], any floating type, any strides.
@@ -126,21 +127,38 @@ def from_stored(
 
 def _scale(wide_NGC: torch.Tensor, format: FeatureFormat) -> torch.Tensor:
     """[N, G] from float32 values in groups. Not finite where a value is not."""
-    largest = format.largest_code
-    absmax = wide_NGC.abs().amax(-1)
-    # Both bounds keep code · scale within bfloat16; NaN passes through clamp, infinity is put back.
-    highest = torch.tensor(_LARGEST / largest).view(torch.int32).bitwise_and(-65536).view(torch.float32).item()
-    scale = (absmax / largest).bfloat16().float().clamp(_SMALLEST_SCALE, highest)
+    magnitudes = wide_NGC.abs()
+    absmax = magnitudes.amax(-1)
+    scale = (absmax / format.largest_code).bfloat16().float()
+    if format.median_share is not None:
+        scale = torch.maximum(scale, _median(magnitudes) * format.median_share)
+    # Both bounds keep code · scale within bfloat16; infinity is put back behind them.
+    highest = torch.tensor(_LARGEST / format.largest_code).view(torch.int32).bitwise_and(-65536).view(torch.float32)
+    scale = scale.clamp(_SMALLEST_SCALE, highest.item())
     return torch.where(torch.isfinite(absmax), scale, absmax).masked_fill_(absmax == 0, 0.0)
+
+
+def _median(magnitudes_NGC: torch.Tensor) -> torch.Tensor:
+    """[N, G]: the lower median, rounded to bfloat16: an order statistic, so no device sums it up differently.
+
+    numpy's partition of 16-bit integers takes a tenth of the time of torch's median on a CPU.
+    """
+    rounded = magnitudes_NGC.bfloat16()
+    if rounded.device.type != "cpu":
+        return rounded.float().median(-1).values
+    middle = (rounded.shape[-1] - 1) // 2
+    bits = np.partition(rounded.view(torch.int16).numpy(), middle, axis=-1)[..., middle]
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).float()
 
 
 def _codes(wide_NGC: torch.Tensor, scale_NG: torch.Tensor, format: FeatureFormat) -> torch.Tensor:
     """Codes of float32 values in groups; divides (a product with the reciprocal would round twice)."""
     safe = torch.where(scale_NG > 0, scale_NG, 1.0)[..., None]
-    ratio = wide_NGC / safe
+    ratio = (wide_NGC / safe).clamp_(-format.largest_code, format.largest_code)
     if format.dtype == "int8":
-        ratio.round_()
-    return ratio.clamp_(-format.largest_code, format.largest_code).to(_TORCH[format.dtype])
+        return ratio.round_().to(torch.int8)
+    # One zero, not two: the sign of a value that rounds to zero would only cost bytes.
+    return torch.nn.functional.hardshrink(ratio, _FLOAT8_HALF_STEP).to(torch.float8_e4m3fn)
 
 
 def _wide(codes: torch.Tensor) -> torch.Tensor:

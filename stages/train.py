@@ -14,10 +14,9 @@ import functools
 import json
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +36,13 @@ from stages.errors import TrainingError
 from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
 from stages.order import Step, StepPlan
 from stages.rolling import Rolling, WaitingReader, Watch
+from stages.step_window import StepWindow, shares
 from stages.target import choose_mask_token, load_config, load_target, load_tokenizer, shape_of
+from stages.world import World
 
 HELDOUT_BATCH = 8
 HELDOUT_ANCHORS = 64
 """Anchors per held-out sample, however few the training takes: the simulated τ should not be noisy."""
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """This process among all: rank, number of ranks, device."""
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
-        if self.size > 1:
-            torch.distributed.all_reduce(values)
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +163,7 @@ class Trainer:
         betas, decay = (config.beta1, config.beta2), config.weight_decay
         parameters = drafter.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=betas, weight_decay=decay, fused=True)
-        self.window = _Window(size)
+        self.window = StepWindow(size)
         self.started = time.perf_counter()
 
     @property
@@ -300,7 +286,7 @@ class Trainer:
                 "loss": loss,
                 "tau": tau,
                 "samples": n,
-                "accuracy": _shares(torch.as_tensor(right), torch.as_tensor(seen)),
+                "accuracy": shares(torch.as_tensor(right), torch.as_tensor(seen)),
             }
         )
 
@@ -313,56 +299,6 @@ class Trainer:
             file.write(json.dumps(row) + "\n")
         if self.on_step:
             self.on_step({**row, "n_steps": self.plan.n_steps})
-
-
-class _Window:
-    """Sums over the steps since the last logged one."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._clear()
-
-    def _clear(self) -> None:
-        self.correct = torch.zeros(self.block_size - 1, dtype=torch.float64)
-        self.seen = torch.zeros(self.block_size - 1, dtype=torch.float64)
-        self.steps, self.loss, self.norm, self.rate, self.waited_s, self.tokens = 0, 0.0, 0.0, 0.0, 0.0, 0
-        self.opened = time.perf_counter()
-
-    def add(self, outcome: Outcome) -> None:
-        correct, seen = outcome.slot_counts()
-        self.correct += correct.cpu()
-        self.seen += seen.cpu()
-
-    def close_step(self, loss: float, rate: float, norm: float, waited_s: float, tokens: int) -> None:
-        self.steps += 1
-        self.loss, self.norm, self.rate = self.loss + loss, self.norm + norm, rate
-        self.waited_s, self.tokens = self.waited_s + waited_s, self.tokens + tokens
-
-    def summary(self, world: World, done: int, epoch: int, skipped: Mapping[str, str]) -> dict[str, Any]:
-        """One row of `metrics.jsonl`; joins the counts of all ranks and starts a new window."""
-        tokens = torch.tensor([float(self.tokens)], dtype=torch.float64)
-        packed = world.total(torch.cat([self.correct, self.seen, tokens]).to(world.device)).cpu()
-        n = self.block_size - 1
-        elapsed, steps = time.perf_counter() - self.opened, max(1, self.steps)
-        row = {
-            "kind": "step",
-            "step": done,
-            "epoch": epoch,
-            "loss": self.loss / steps,
-            "lr": self.rate,
-            "grad_norm": self.norm / steps,
-            "accuracy": _shares(packed[:n], packed[n : 2 * n]),
-            "tokens_per_s": float(packed[-1]) / elapsed,
-            "data_wait_s": self.waited_s / steps,
-            "skipped": len(skipped),
-            "skipped_why": dict(sorted(Counter(skipped.values()).items())),
-        }
-        self._clear()
-        return row
-
-
-def _shares(right: torch.Tensor, seen: torch.Tensor) -> list[float]:
-    return [round(float(r / s), 5) if s else 0.0 for r, s in zip(right, seen, strict=True)]
 
 
 def _timed(steps: Iterator[StepData]) -> Iterator[tuple[StepData, float]]:

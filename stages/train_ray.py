@@ -24,7 +24,8 @@ def _rank(settings: dict[str, Any]) -> None:
     import ray.train
     from ray.train.torch import get_device
 
-    from stages.train import World, train_rank
+    from stages.train import train_rank
+    from stages.world import World
 
     context = ray.train.get_context()
     device = get_device()

@@ -168,6 +168,7 @@ def test_ls_tells_state_and_sizes(call: Call, exact: Path) -> None:
     found = strict_json(call("ls", exact, "--json")[1])
     assert [s["samples"] for s in found["shards"]] == [2, 1, 2]
     assert found["cache"]["dropped"] == 1
+    assert sum(s["bytes"] for s in found["shards"]) == found["cache"]["bytes"]
 
 
 def test_info_adds_up(call: Call, compact: Path) -> None:
@@ -203,6 +204,8 @@ def test_info_tells_missing_evicted_damaged_and_garbage(call: Call, exact: Path,
     assert "shard-00002" in found["damaged"]["shard-00002"]
     assert found["garbage"]["items"] == 2  # a group whose marker is gone, and one whose marker cannot be read
     assert found["lengths"] is None
+    listed = strict_json(call("ls", path, "--json")[1])["shards"]
+    assert [row["status"] for row in listed] == ["evicted", "missing", "corrupt"]
     text = call("info", path)[1]
     assert all(word in text for word in ("1 missing (shard-00001)", "1 evicted (shard-00000)", "1 DAMAGED"))
 
@@ -364,6 +367,19 @@ def test_verify_of_some_shards(call: Call, damaged: Path) -> None:
     assert code == 1
     assert "the plan has 3 shards" in err
     assert "names no shard" in call("verify", damaged, "--shard", "first")[2]
+
+
+def test_verify_tells_missing_from_evicted(call: Call, exact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    shutil.copytree(exact, path)
+    evict(open_storage(path), "shard-00000")
+    code, text, _ = call("verify", path)
+    assert code == 0
+    assert "ok: 2 ok, 0 missing, 0 corrupt, 1 evicted" in text
+    open_storage(path).delete(names.commit_key("shard-00001"))
+    code, text, _ = call("verify", path)
+    assert code == 1
+    assert "INCOMPLETE: 1 ok, 1 missing, 0 corrupt, 1 evicted" in text
 
 
 @pytest.mark.parametrize("name", ["cache.json", "plan.parquet", "plan.sha256"])
@@ -618,6 +634,22 @@ def test_gc_keeps_the_group_of_a_damaged_marker(call: Call, exact: Path, tmp_pat
     text = call("gc", cache, "--delete", "--older-than", "0s")[1]
     assert "the marker of shard-00001 is damaged" in text
     assert sorted((cache / "shards").iterdir()) == groups
+
+
+def test_gc_of_an_object_store(call: Call, compact: Path, tmp_path: Path) -> None:
+    place = f"memory://gc-{tmp_path.name}/cache"
+    call("copy", compact, place)
+    storage = open_storage(place)
+    storage.create("probes/0badc0de", b"x" * 9)
+    storage.create("shards/shard-00001.0badc0de/zarr.json", b"y" * 4)
+    found = strict_json(call("gc", place, "--json")[1])
+    assert [(i["key"], i["state"], i["bytes"]) for i in found["items"]] == [
+        ("shards/shard-00001.0badc0de", "young", 4),
+        ("probes", "young", 9),
+    ]
+    assert "deleted 2 items, 13 B" in call("gc", place, "--delete", "--older-than", "0s")[1]
+    assert "nothing lies about" in call("gc", place)[1]
+    assert verify_cache(place).ok
 
 
 def test_gc_looks_again_before_it_deletes(exact: Path, tmp_path: Path) -> None:

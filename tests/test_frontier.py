@@ -20,12 +20,12 @@ def states() -> torch.Tensor:
     return x.bfloat16()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8-D", "float8-64", "int8-6b-32", "norm-5b-D"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8-64", "float8-5b-D", "int8-6b-32", "norm-5b-D"])
 def test_a_scheme_is_found_by_its_name(name: str) -> None:
     assert parse(name).name == name
 
 
-@pytest.mark.parametrize("name", ["int4-D", "int8-3b-D", "int8-6b-0"])
+@pytest.mark.parametrize("name", ["int4-D", "int8-3b-D", "int8-6b-0", "int8-D"])
 def test_unknown_schemes_are_refused(name: str) -> None:
     with pytest.raises((ValueError, CacheError)):
         parse(name)

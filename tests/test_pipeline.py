@@ -22,7 +22,7 @@ from cache_schema.identity import sha256_file
 from cache_schema.marker import committed_shards
 from cache_schema.responses import ResponsesTable
 from cache_schema.storage import open_storage
-from cache_schema.verify import equal_caches, verify_cache
+from cache_schema.verify import describe_cache, equal_caches, verify_cache
 from pipeline import cli
 from pipeline.steps import STEPS, Run
 from stages.checkpoint_format import load_drafter
@@ -116,6 +116,42 @@ def test_second_run_does_nothing_and_says_so(home: Path, undisturbed: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("already done") == len(STEPS)
     assert before == {p: p.stat().st_mtime_ns for p in before}
+
+
+@pytest.mark.ray
+def test_a_cache_in_an_object_store_trains_the_same_drafter(home: Path, undisturbed: Path, s3_url: str) -> None:
+    """The stages that touch the cache, with `cache.path` on a real S3 server and the features as they are."""
+    run = home / "on-s3"
+    shutil.copytree(undisturbed / "responses", run / "responses")
+    for stage in ("extract", "train"):
+        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
+        assert done.returncode == 0, done.stderr
+    assert not (run / "cache").exists()
+    assert equal_caches(undisturbed / "cache", s3_url) == []
+    assert verify_cache(s3_url).ok
+    assert final_weights(run) == final_weights(undisturbed)
+    report = dflash("report", home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
+    assert report.returncode == 0, report.stderr
+    assert json.loads((run / "report.json").read_text())["cache"]["samples"] == 48
+
+
+@pytest.mark.ray
+def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path) -> None:
+    run = home / "compact"
+    shutil.copytree(undisturbed / "responses", run / "responses")
+    for stage in ("extract", "train"):
+        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", "cache.profile=compact")
+        assert done.returncode == 0, done.stderr
+    assert verify_cache(run / "cache").ok
+    sizes = [describe_cache(folder / "cache")["bytes"] for folder in (undisturbed, run)]
+    assert sizes[1] < sizes[0]
+    losses = [json.loads((folder / "train" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] for folder in
+              (undisturbed, run)]
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    assert again.returncode == 1
+    assert "feature_dtype: found 'int8', expected 'bfloat16'" in again.stderr
 
 
 def first_commit(folder: str, pattern: str) -> Callable[[Path], bool]:

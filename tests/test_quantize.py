@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_schema.errors import CacheError
@@ -19,7 +19,11 @@ GROUPS = (None, 1, 3, 8, 32, 24)
 int8_formats = st.builds(
     lambda bits, group: FeatureFormat(dtype="int8", bits=bits, group=group), st.integers(4, 8), st.sampled_from(GROUPS)
 )
-float8_formats = st.builds(lambda group: FeatureFormat(dtype="float8_e4m3fn", group=group), st.sampled_from(GROUPS))
+float8_formats = st.builds(
+    lambda bits, group: FeatureFormat(dtype="float8_e4m3fn", bits=bits, group=group),
+    st.sampled_from([None, 4, 5, 6, 7, 8]),
+    st.sampled_from(GROUPS),
+)
 formats = int8_formats | float8_formats
 
 
@@ -44,6 +48,7 @@ def scale_of_each_value(scale: torch.Tensor, format: FeatureFormat, hidden: int)
     return scale[..., torch.from_numpy(group)].double()
 
 
+@settings(deadline=None)  # a shared machine may be busy
 @given(x=states(), format=int8_formats)
 def test_int8_values_move_by_half_a_scale_at_most(x: torch.Tensor, format: FeatureFormat) -> None:
     codes, scale = q.quantize(x, format)
@@ -53,6 +58,7 @@ def test_int8_values_move_by_half_a_scale_at_most(x: torch.Tensor, format: Featu
     assert int(codes.abs().max()) <= format.largest_code
 
 
+@settings(deadline=None)
 @given(x=states(), format=float8_formats)
 def test_float8_values_move_by_a_sixteenth_at_most(x: torch.Tensor, format: FeatureFormat) -> None:
     codes, scale = q.quantize(x, format)
@@ -62,7 +68,8 @@ def test_float8_values_move_by_a_sixteenth_at_most(x: torch.Tensor, format: Feat
     assert bool((error <= bound).all())
 
 
-@given(x=states(), format=formats)
+@settings(deadline=None)
+@given(x=states(), format=formats.filter(lambda f: f.median_share is None))  # a median may move with the rounding
 def test_quantising_what_was_dequantised_changes_nothing(x: torch.Tensor, format: FeatureFormat) -> None:
     codes, scale = q.quantize(x, format)
     for dtype in (torch.float32, torch.bfloat16):
@@ -75,6 +82,7 @@ def test_quantising_what_was_dequantised_changes_nothing(x: torch.Tensor, format
         assert torch.equal(q.dequantize(again, scale_again, format, dtype), values)
 
 
+@settings(deadline=None)
 @given(x=states(), format=formats)
 def test_numpy_and_torch_dequantise_to_the_same_numbers(x: torch.Tensor, format: FeatureFormat) -> None:
     codes, scale = q.to_stored(x, format)
@@ -88,6 +96,7 @@ def test_numpy_and_torch_dequantise_to_the_same_numbers(x: torch.Tensor, format:
         assert torch.equal(back, torch.from_numpy(wide).to(dtype))
 
 
+@settings(deadline=None)
 @given(x=states(), format=formats)
 def test_scales_are_bfloat16_values_and_products_exact(x: torch.Tensor, format: FeatureFormat) -> None:
     codes, scale = q.quantize(x, format)
@@ -104,7 +113,9 @@ def group_absmax(x: torch.Tensor, format: FeatureFormat) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("format", [FeatureFormat(dtype="int8", bits=8, group=7), FeatureFormat(dtype="float8_e4m3fn")])
+@pytest.mark.parametrize(
+    "format", [FeatureFormat(dtype="int8", bits=8, group=7), FeatureFormat(dtype="float8_e4m3fn", bits=5)]
+)
 def test_the_result_does_not_depend_on_blocks_or_strides(
     format: FeatureFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +143,40 @@ def test_dequantise_fills_a_given_tensor() -> None:
     sideways = torch.zeros(2, 4, 24, dtype=torch.float32).transpose(0, 1)
     q.dequantize(codes, scale, format, torch.float32, out=sideways)
     assert torch.equal(sideways, q.dequantize(codes, scale, format, torch.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_float8_with_bits_has_a_step_by_the_median_that_outliers_do_not_change(bits: int) -> None:
+    format = FeatureFormat(dtype="float8_e4m3fn", bits=bits)
+    x = torch.randn(50, 2, 201, generator=torch.Generator().manual_seed(0))
+    loud = x.clone()
+    loud[..., :2] = 3000.0
+    errors = []
+    for states in (x, loud):
+        codes, scale = q.quantize(states, format)
+        assert scale is not None
+        median = states.abs().median(-1, keepdim=True).values
+        assert torch.allclose(scale * 2.0**-9, median * 2.0 ** (3 - bits), rtol=2**-8)
+        error = (q.dequantize(codes, scale, format, torch.float32) - states)[..., 2:]
+        errors.append(float(error.norm() / states[..., 2:].norm()))
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)
+    assert errors[0] < {4: 0.1, 5: 0.055, 6: 0.04}[bits]
+
+
+def test_float8_with_bits_covers_a_group_whose_median_is_zero() -> None:
+    format = FeatureFormat(dtype="float8_e4m3fn", bits=4, group=8)
+    x = torch.zeros(1, 1, 8)
+    x[..., 0] = 5.0
+    back = q.dequantize(*q.quantize(x, format), format, torch.float32)
+    assert float(back[0, 0, 0]) == pytest.approx(5.0, rel=1 / 16)
+    assert not back[..., 1:].any()
+
+
+def test_float8_keeps_one_zero() -> None:
+    for bits in (None, 4):
+        x = torch.tensor([448.0, -1e-9, -0.0, 1.0, -1.0]).view(1, 1, -1)
+        codes, _ = q.quantize(x, FeatureFormat(dtype="float8_e4m3fn", bits=bits))
+        assert 0x80 not in codes.view(torch.uint8).flatten().tolist()
 
 
 def test_a_group_that_does_not_divide_leaves_a_smaller_last_one() -> None:
@@ -232,7 +277,7 @@ def test_bytes_of_a_token() -> None:
         ({"dtype": "int8", "bits": 3}, "4 to 8"),
         ({"dtype": "int8", "bits": 9}, "4 to 8"),
         ({"dtype": "bfloat16", "bits": 8}, "leave it out"),
-        ({"dtype": "float8_e4m3fn", "bits": 8}, "leave it out"),
+        ({"dtype": "float8_e4m3fn", "bits": 3}, "4 to 8"),
         ({"dtype": "float16", "group": 64}, "no scales"),
         ({"dtype": "int8", "bits": 8, "group": 0}, "1 or more"),
     ],
@@ -257,7 +302,12 @@ def test_arrays_of_another_format_are_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "format", [FeatureFormat(dtype="int8", bits=6, group=100), FeatureFormat(dtype="float8_e4m3fn", group=64)]
+    "format",
+    [
+        FeatureFormat(dtype="int8", bits=6, group=100),
+        FeatureFormat(dtype="float8_e4m3fn", group=64),
+        FeatureFormat(dtype="float8_e4m3fn", bits=5, group=100),
+    ],
 )
 def test_a_gpu_gives_the_same_bits(format: FeatureFormat, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,8 @@ from stages.errors import TrainingError
 from stages.objective import heldout_tau
 from stages.order import StepPlan
 from stages.target import Target
-from stages.train import FrozenEnds, Trainer, TrainJob, World, learning_rate, train_rank
+from stages.train import FrozenEnds, Trainer, TrainJob, learning_rate, train_rank
+from stages.world import World
 from tests.tiny import make_spec, make_target, make_tokenizer, response, save_target, start_extraction
 
 TARGET = make_target()
