@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from benchmarks.cache_data import MAX_TOKENS, SEED, Setting, read_order
-from benchmarks.cache_writers import ZARR_PYTHON, ZARRS
+from benchmarks.cache_writers import ONE_GO, ZARR_PYTHON, ZARRS
 from cache_schema.layout import offsets_of
 from cache_schema.reader import FeatureCache
 
@@ -47,63 +47,64 @@ class Reading:
         self.stops = {sample_id: int(rng.integers(1, n + 1)) for sample_id, n in tokens.items()}
         self.buffer = np.empty((MAX_TOKENS, *setting.row_shape), np.uint16)
 
-    def readers(self) -> dict[str, tuple[Path, Callable[[], int]]]:
-        """Each way by its name: where its files lie, and what reads all samples once and returns their bytes."""
-        raw, ours, pt, st = (self.folder / n for n in ("raw", "ours", ".pt per sample", "safetensors per sample"))
-        one_go = self.folder / "zarr-python, in one go"
-        return {
-            RAW: (raw, lambda: self._raw(self.tokens, self.buffer)),
-            OURS: (ours, lambda: self._ours(None, self.buffer)),
-            RAW_NEW: (raw, lambda: self._raw(self.tokens, None)),
-            OURS_NEW: (ours, lambda: self._ours(None, None)),
-            RAW_STOP: (raw, lambda: self._raw(self.stops, self.buffer)),
-            OURS_STOP: (ours, lambda: self._ours(self.stops, self.buffer)),
-            "zarr-python": (one_go, lambda: self._zarr(ZARR_PYTHON)),
-            "zarrs": (one_go, lambda: self._zarr(ZARRS)),
-            "TensorStore": (one_go, self._tensorstore),
-            ".pt": (pt, lambda: self._files(pt, _load_pt)),
-            "safetensors": (st, lambda: self._files(st, _load_safetensors)),
+    def readers(self) -> dict[str, tuple[Path, Callable[[str], int]]]:
+        """Each way by its name: where its files lie, and what reads a sample and returns its bytes."""
+        pt, st = self.folder / ".pt per sample", self.folder / "safetensors per sample"
+        raw, ours, one_go = self._raw(), self._ours(), self.folder / ONE_GO
+        ways = {
+            RAW: ("raw", lambda s: raw(s, self.tokens[s], self.buffer)),
+            OURS: ("ours", lambda s: ours.read(s, None, self.buffer).features.nbytes),
+            RAW_NEW: ("raw", lambda s: raw(s, self.tokens[s], None)),
+            OURS_NEW: ("ours", lambda s: ours.read(s).features.nbytes),
+            RAW_STOP: ("raw", lambda s: raw(s, self.stops[s], self.buffer)),
+            OURS_STOP: ("ours", lambda s: ours.read(s, self.stops[s], self.buffer).features.nbytes),
+            "zarr-python": (ONE_GO, self._slices(zarr_array(one_go, ZARR_PYTHON))),
+            "zarrs": (ONE_GO, self._slices(zarr_array(one_go, ZARRS))),
+            "TensorStore": (ONE_GO, self._slices(_TensorStore(one_go))),
+            ".pt": (pt.name, lambda s: _load_pt(pt / s).nbytes),
+            "safetensors": (st.name, lambda s: _load_safetensors(st / s).nbytes),
         }
+        return {name: (self.folder / written, read) for name, (written, read) in ways.items()}
 
-    def _raw(self, rows: Mapping[str, int], buffer: NDArray[np.uint16] | None) -> int:
-        descriptor = os.open(self.folder / "raw", os.O_RDONLY)
-        total = 0
-        for sample_id in self.order:
-            out = np.empty((rows[sample_id], *self.setting.row_shape), np.uint16) if buffer is None else buffer
-            view = memoryview(out[: rows[sample_id]].reshape(-1).view(np.uint8))
-            at = self.starts[sample_id] * self.setting.row_bytes
-            total += len(view)
-            while view:
-                n = os.preadv(descriptor, [view], at)
-                view, at = view[n:], at + n
-        os.close(descriptor)
-        return total
+    def _raw(self) -> Callable[[str, int, NDArray[np.uint16] | None], int]:
+        file = (self.folder / "raw").open("rb", buffering=0)
 
-    def _ours(self, stops: Mapping[str, int] | None, buffer: NDArray[np.uint16] | None) -> int:
-        cache = FeatureCache.open(self.folder / "ours")
-        return sum(
-            cache.read(sample_id, stops[sample_id] if stops else None, buffer).features.nbytes
-            for sample_id in self.order
-        )
+        def read(sample_id: str, rows: int, buffer: NDArray[np.uint16] | None) -> int:
+            out = np.empty((rows, *self.setting.row_shape), np.uint16) if buffer is None else buffer
+            left = out[:rows].reshape(-1).view(np.uint8).data
+            n_bytes, at = len(left), self.starts[sample_id] * self.setting.row_bytes
+            while left:
+                n = os.preadv(file.fileno(), [left], at)
+                left, at = left[n:], at + n
+            return n_bytes
 
-    def _zarr(self, pipeline: str) -> int:
-        with zarr.config.set({"codec_pipeline.path": pipeline}):
-            array: Any = zarr.open_array(self.folder / "zarr-python, in one go", mode="r")
-            return self._slices(lambda start, stop: array[start:stop])
+        return read
 
-    def _tensorstore(self) -> int:
-        one = {"limit": 1}
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{self.folder}/zarr-python, in one go/"}}
-        context = tensorstore.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
-        array = tensorstore.open(spec, context=context).result()
-        return self._slices(lambda start, stop: array[start:stop].read().result())
+    def _ours(self) -> FeatureCache:
+        return FeatureCache.open(self.folder / "ours")
 
-    def _slices(self, read: Callable[[int, int], Any]) -> int:
+    def _slices(self, array: Any) -> Callable[[str], int]:
         starts, tokens = self.starts, self.tokens
-        return sum(int(read(starts[s], starts[s] + tokens[s]).nbytes) for s in self.order)
+        return lambda s: int(array[starts[s] : starts[s] + tokens[s]].nbytes)
 
-    def _files(self, folder: Path, load: Callable[[Path], torch.Tensor]) -> int:
-        return sum(load(folder / sample_id).nbytes for sample_id in self.order)
+
+def zarr_array(path: Path, pipeline: str) -> Any:
+    """An array that reads through one of zarr's codec pipelines."""
+    with zarr.config.set({"codec_pipeline.path": pipeline}):
+        return zarr.open_array(path, mode="r")
+
+
+class _TensorStore:
+    """An array whose slices are read at once, by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        one = {"limit": 1}
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+        context = tensorstore.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
+        self._array = tensorstore.open(spec, context=context).result()
+
+    def __getitem__(self, rows: slice) -> Any:
+        return self._array[rows].read().result()
 
 
 def _load_pt(path: Path) -> torch.Tensor:

@@ -24,6 +24,7 @@ from cache_schema.writer import ShardWriter
 Samples = Mapping[str, NDArray[np.uint16]]
 APPEND_SHARD_ROWS = 64 * CHUNK_ROWS
 """zarr-python rewrites a shard for each sample that touches it; with one shard of all rows it would never end."""
+ONE_GO = "zarr-python, in one go"
 ZARRS = "zarrs.ZarrsCodecPipeline"
 ZARR_PYTHON = "zarr.core.codec_pipeline.BatchedCodecPipeline"
 
@@ -45,7 +46,7 @@ def writers(setting: Setting, samples: Samples) -> dict[str, Callable[[Path], in
     return {
         "raw": lambda path: write_raw(path, samples),
         "ours": lambda path: write_ours(path, setting, samples),
-        "zarr-python, in one go": in_one_go,
+        ONE_GO: in_one_go,
         "zarr-python, by sample": lambda path: write_by_sample(path, setting, samples),
         "zarrs, in one go": through_zarrs,
         ".pt per sample": lambda path: write_files(path, samples, _save_pt),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cache_schema.codec import CRC_BYTES
 from cache_schema.identity import CacheIdentity
-from cache_schema.layout import PER_SAMPLE, array_specs, group_metadata, index_bytes, n_chunks
+from cache_schema.layout import CHUNK_ROWS, PER_SAMPLE, array_specs, group_metadata, index_bytes, n_chunks
 from cache_schema.plan import ShardPlan
 from pipeline.errors import PipelineError
 from pipeline.report_text import bytes_text
@@ -47,14 +47,20 @@ def shard_sizes(plan: ShardPlan, identity: CacheIdentity, hidden_size: int) -> I
     """Bytes of each shard's objects before compression, [shards]."""
     width = max((len(s.encode()) for s in plan.sample_ids), default=1)
     specs = array_specs(identity, hidden_size, width)
+    metadata: dict[tuple[str, int, int], int] = {}
+    group = len(group_metadata())
     sizes = []
     for shard in plan.shards():
         lengths = plan.lengths(shard)
-        total = len(group_metadata())
+        n_samples, n_tokens, total = len(lengths), int(lengths.sum()), group
         for name, spec in specs.items():
-            rows = len(lengths) + (name == "offsets") if name in PER_SAMPLE else int(lengths.sum())
+            rows = n_samples + (name == "offsets") if name in PER_SAMPLE else n_tokens
             chunks = n_chunks(rows)
-            total += chunks * (spec.chunk_bytes + CRC_BYTES) + index_bytes(chunks) + len(spec.metadata(rows))
+            # Metadata differ in nothing but the digits of rows and chunks.
+            digits = (name, len(str(rows)), len(str(CHUNK_ROWS * chunks)))
+            if digits not in metadata:
+                metadata[digits] = len(spec.metadata(rows))
+            total += chunks * (spec.chunk_bytes + CRC_BYTES) + index_bytes(chunks) + metadata[digits]
         sizes.append(total)
     return np.asarray(sizes, np.int64)
 

@@ -429,7 +429,7 @@ def outcome(run: Path) -> tuple[list[Any], str]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_with_a_limit_is_the_run_without(home: Path, extracted: Path, unlimited: Path, limit: str) -> None:
     shutil.copytree(extracted, home / "limited")
     assert "already done" in stage(home, "extract", "limited", limit, *SETTINGS).stderr
@@ -488,7 +488,8 @@ def rolling_run(home: Path, name: str, limit: str, *sets: str) -> Callable[[], N
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of Ray, about its own settings
 @pytest.mark.usefixtures("extracted")
 def test_failed_extraction_ends_the_training_with_its_own_error(
     home: Path, limit: str, monkeypatch: pytest.MonkeyPatch
@@ -501,7 +502,8 @@ def test_failed_extraction_ends_the_training_with_its_own_error(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of Ray, about its own settings
 @pytest.mark.usefixtures("extracted")
 def test_failed_training_ends_the_extraction(home: Path, limit: str) -> None:
     train = rolling_run(home, "diverged", limit, "train.lr=1e30")
