@@ -35,9 +35,9 @@ def main() -> None:
     torch.set_num_threads(1)
     options = _options()
     result = run(options.dir, quick=options.quick, rounds=options.rounds, hidden=options.hidden, only=options.only)
-    _print(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+    _print(result)
 
 
 def _options() -> argparse.Namespace:
@@ -150,7 +150,7 @@ def _print(result: Row) -> None:
     for row in result.get("memory", ()):
         print(f"memory of the writer, D={row['hidden']}, {row['bytes'] / 1e9:.0f} GB shard: {row['extra_mb']:.0f} MB")
     for row in result.get("opening", ()):
-        numbers = ", ".join(f"{k} {v:.2f} s" for k, v in row.items() if k.endswith("_s") or k in ("cold", "warm"))
+        numbers = ", ".join(f"{k[:-2]} {v:.2f} s" for k, v in row.items() if k.endswith("_s") and v is not None)
         print(f"first batch of {row['samples']} samples in {row['shards']} shards: {numbers}")
     print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}", file=sys.stderr)
 

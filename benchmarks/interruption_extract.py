@@ -19,7 +19,7 @@ from benchmarks.interruption_check import Outcome, differences
 
 RUNNER, WORKERS, BOTH = "extract: runner killed", "extract: workers killed", "extract: runner and workers killed"
 REPO = Path(__file__).parent.parent
-N_PROMPTS = 40
+N_PROMPTS = 24
 PATIENCE_S = 240.0
 
 

@@ -129,6 +129,13 @@ class RollingFeed:
             self._seen.add(index)
             self.guard.take(unit, receipt)
         self._measure()
+        self._remove_earlier_attempts(unit.name, marker.group)
+
+    def _remove_earlier_attempts(self, shard: str, group: str) -> None:
+        """Their workers are dead: the pool kills one whose attempt failed before it tries again."""
+        for other in self.storage.folders(names.SHARDS):
+            if names.group_shard(other) == shard and other != group:
+                self.storage.delete_tree(names.group_key(other))
 
     def _evict(self, index: int) -> None:
         evict(self.storage, names.shard_name(index))

@@ -351,6 +351,18 @@ def test_what_dead_attempts_left_is_removed_once_it_is_old(extraction: Extractio
     assert lines == ["rolling: removed 1 unfinished shards of attempts that died (500 B)"]
 
 
+def test_what_a_failed_attempt_left_goes_when_the_next_one_commits(extraction: Extraction, tmp_path: Path) -> None:
+    feed = make_feed(extraction, tmp_path, 10**6, [])
+    unit = feed.next_unit()
+    assert unit is not None
+    half = Path(extraction.job.cache_dir) / "shards" / f"{unit.name}.dead"
+    half.mkdir(parents=True)
+    (half / "part").write_bytes(b"x")
+    feed.take(unit, extraction.worker.run(unit, 2))
+    assert not half.exists()
+    assert committed_shards(FolderStorage(Path(extraction.job.cache_dir))) == [unit.name]
+
+
 # --- whole runs --------------------------------------------------------------------------------------------------
 
 SETTINGS = ["extract.workers=2", "train.window_shards=2"]
