@@ -30,6 +30,8 @@ SCHEMA = pa.schema(
 )
 """Columns of a part. `messages` and `sampling` are canonical JSON."""
 FINISH_REASONS = ("stop", "length", "given")
+KEPT_REASONS = frozenset({"prompt_shortened", "unanswered_turn"})
+"""Reasons in a part's ledger that tell of a change to a sample that is there, and not of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class Response:
     def input_ids(self) -> NDArray[np.int32]:
         """Prompt and response end to end, [prompt + response tokens] int32."""
         return np.concatenate([self.prompt_ids, self.response_ids])
+
+
+def conversation_id(sample_id: str) -> str:
+    """The conversation that a sample was made of: the id without the `#turn-2` of a later turn's sample."""
+    base, mark, number = sample_id.rpartition("#turn-")
+    return base if mark and number.isdecimal() else sample_id
 
 
 def to_table(responses: Sequence[Response], where: str) -> pa.Table:

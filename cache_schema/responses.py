@@ -28,15 +28,26 @@ from cache_schema.errors import ResponsesError
 from cache_schema.identity import ResponsesIdentity, canonical_json, require_same, sha256_bytes
 from cache_schema.ledger import PartLedgerRow, part_rows
 from cache_schema.rejects import REJECTS_SCHEMA, Reject, read_rejects, write_rejects
-from cache_schema.response_format import SCHEMA, Response, list_offsets, list_values, to_response, to_table
+from cache_schema.response_format import (
+    KEPT_REASONS,
+    SCHEMA,
+    Response,
+    conversation_id,
+    list_offsets,
+    list_values,
+    to_response,
+    to_table,
+)
 
 __all__ = [
+    "KEPT_REASONS",
     "REJECTS_SCHEMA",
     "SCHEMA",
     "Reject",
     "Response",
     "ResponsesTable",
     "committed_parts",
+    "conversation_id",
     "create_responses",
     "read_rejects",
     "write_part",
@@ -173,7 +184,7 @@ def _accounted(name: str, sample_ids: Sequence[str], planned: Sequence[str] | No
     """
     if planned is None:
         return len(set(sample_ids))
-    found = {s for sample_id in sample_ids for s in (sample_id, sample_id.rpartition("#turn-")[0])}
+    found = set(map(conversation_id, sample_ids))
     lost = [s for s in planned if s not in found]
     if lost:
         raise ResponsesError(
@@ -265,7 +276,8 @@ class ResponsesTable:
 
     @property
     def ledger(self) -> list[PartLedgerRow]:
-        """Samples that were planned and are not stored, with reasons, in order of the parts."""
+        """Samples that were planned and are not stored, with reasons, in order of the parts; and those that are
+        stored otherwise than planned (`KEPT_REASONS`)."""
         return [row for part, m in self._markers.items() for row in part_rows(m["ledger"], names.part_name(part))]
 
     def lengths(self) -> tuple[list[str], NDArray[np.int64]]:

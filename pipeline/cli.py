@@ -129,7 +129,7 @@ def guarded(call: Callable[[], Any]) -> int:
         return 130
     except DFlashError as error:
         say(f"error: {error}")
-        return 2 if type(error).__name__ in ("RecipeError", "ConfigError") else 1
+        return 2 if type(error).__name__ in ("RecipeError", "ConfigError", "TargetSettingError") else 1
     except OSError as error:
         if is_storage_fault(error):
             say(f"error: {storage_text(error)}")

@@ -97,6 +97,8 @@ class Dropped:
 
 def read_responses(folder: Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
     """Counts, lengths, finish reasons and categories of the committed parts; rejects by reason."""
+    from cache_schema.response_format import KEPT_REASONS
+
     commits = sorted((folder / "commits").glob("part-*.json"))
     rejects = folder / "rejects.parquet"
     plan = as_dict(read_json(folder / "responses.json", problems))
@@ -111,7 +113,8 @@ def read_responses(folder: Path, dropped: Dropped, problems: list[str]) -> dict[
         dropped.add("import", _read_rows(rejects, columns, problems))
     for path in commits:
         commit = as_dict(read_json(path, problems))
-        dropped.add("generate", dict_rows(commit.get("ledger")))
+        rows = dict_rows(commit.get("ledger"))
+        dropped.add("generate", ({**row, "kept": row.get("reason") in KEPT_REASONS} for row in rows))
         if not commit.get("file"):
             continue
         part = _read_part(folder / "parts" / Path(str(commit["file"])).name, problems)

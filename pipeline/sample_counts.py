@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -16,6 +16,7 @@ from cache_schema import names
 from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe
 from stages.config import SourceConfig
+from stages.mix import quotas
 
 _ASSUMED_PROMPT = 256
 _PARTS_READ = 16
@@ -75,42 +76,66 @@ def _assumed(recipe: Recipe, mean_tokens: float | None) -> tuple[float, float, s
 
 
 def _measured(folder: Path, max_length: int) -> SampleCounts | None:
-    """Counts of a responses table, from the lengths in some of its parts; None when there is none yet."""
+    """Counts of a responses table, from its markers and the lengths in some of its parts; None when there is none yet.
+
+    A conversation may be several samples, or none: what the finished parts made of theirs is what the others will.
+    """
     try:
-        plan = json.loads(names.responses_json(folder).read_bytes())
-        markers = sorted(names.commits_dir(folder).glob("part-*.json"))
-        parts = [json.loads(m.read_bytes()) for m in markers[:: max(1, len(markers) // _PARTS_READ)]]
-        lengths = [_lengths(names.parts_dir(folder) / p["file"]) for p in parts if p["rows"]]
-    except (FileNotFoundError, KeyError, ValueError):  # not begun, or nothing that could be counted
+        planned = int(_object(names.responses_json(folder))["n_samples"])
+        markers = [_object(m) for m in sorted(names.commits_dir(folder).glob("part-*.json"))]
+        rows, done = (sum(int(m.get(name, m["rows"])) for m in markers) for name in ("rows", "planned"))
+        full = [m for m in markers if m["rows"]]
+        parts = full[:: max(1, len(full) // _PARTS_READ)]
+        lengths = [_lengths(names.parts_dir(folder) / p["file"]) for p in parts]
+    except (FileNotFoundError, KeyError, TypeError, ValueError):  # not begun, or nothing that could be counted
         return None
     if not lengths:
         return None
-    prompt, response = (pa.concat_arrays([pair[i] for pair in lengths]).to_numpy().astype(float) for i in (0, 1))
-    kept = (prompt + response).clip(max=max_length)
+    total, prompt, answers = (np.concatenate([part[i] for part in lengths]).astype(float) for i in range(3))
+    kept = total.clip(max=max_length)
+    # What is cut off at the end takes of the answers; of those between which others speak, in proportion.
+    share = ((kept - prompt).clip(min=0) / (total - prompt).clip(min=1)).clip(max=1)
     return SampleCounts(
-        n_samples=int(plan["n_samples"]),
+        n_samples=round(planned * rows / done),
         n_samples_source="responses of this run",
         mean_tokens=float(kept.mean()),
-        mean_response_tokens=float((kept - prompt).clip(min=0).mean()),
+        mean_response_tokens=float((answers * share).mean()),
         mean_tokens_source=f"measured on {len(kept)} responses of this run",
     )
 
 
-def _lengths(part: Path) -> tuple[Any, Any]:
-    table = pq.read_table(part, columns=["prompt_ids", "response_ids"])
-    prompt, response = (pc.list_value_length(table[c]).combine_chunks() for c in ("prompt_ids", "response_ids"))
-    return prompt, response
+def _object(file: Path) -> dict[str, Any]:
+    value = json.loads(file.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _lengths(part: Path) -> tuple[Any, Any, Any]:
+    """Tokens of each sample: all, before the first answer, and of the answers."""
+    table = pq.read_table(part, columns=["prompt_ids", "response_ids", "loss_mask"])
+    prompt, response = (pc.list_value_length(table[c]).to_numpy() for c in ("prompt_ids", "response_ids"))
+    masks = table["loss_mask"].to_pylist()
+    return prompt + response, prompt, np.array([sum(mask) for mask in masks], dtype=np.int64)
 
 
 # --- sources of prompts -------------------------------------------------------------------------------
 
 
 def _from_sources(recipe: Recipe) -> tuple[int, str]:
-    counts = [_rows(source, recipe.base) for source in recipe.prompts.sources]
+    """Samples, if every row is fit and every conversation becomes one sample for each of its answers."""
+    prompts = recipe.prompts
+    counts = [_rows(source, recipe.base) for source in prompts.sources]
+    available = [min(n, source.cap or n) for (n, _), source in zip(counts, prompts.sources, strict=True)]
+    weights = [source.weight for source in prompts.sources if source.weight is not None]
+    if weights and all(available):
+        available = quotas(available, weights, prompts.max_samples)
+    n = min(sum(available), prompts.max_samples or sum(available))
     exact = all(known for _, known in counts)
-    return sum(
-        n for n, _ in counts
-    ), "rows of the sources" if exact else "limits of sources that are not on this machine"
+    source = "rows of the sources" if exact else "limits of sources that are not on this machine"
+    mixed = "" if n == sum(rows for rows, _ in counts) else ", in their mix"
+    each = recipe.generate.answers_per_prompt
+    return n * each, source + mixed + (f", {each} answers each" if each > 1 else "")
 
 
 def _rows(source: SourceConfig, base: Path) -> tuple[int, bool]:
@@ -119,11 +144,11 @@ def _rows(source: SourceConfig, base: Path) -> tuple[int, bool]:
     n = _rows_of_path(path, source.split)
     if n is not None:
         return min(n, source.limit or n), True
-    if source.limit is not None:
-        return source.limit, False
+    if source.limit is not None or source.cap is not None:
+        return min(n for n in (source.limit, source.cap) if n is not None), False
     raise PipelineError(
         f"prompt source {source.path}: its rows cannot be counted here (no file or saved dataset at {path}) and it has "
-        f"no limit; say how many samples to plan for with --samples"
+        f"neither limit nor cap; say how many samples to plan for with --samples"
     )
 
 

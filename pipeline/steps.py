@@ -18,7 +18,7 @@ from typing import Any
 
 from cache_schema.durable import write_atomic
 from cache_schema.errors import FingerprintMismatch
-from cache_schema.identity import CacheIdentity, ResponsesIdentity, canonical_json, sha256_json
+from cache_schema.identity import CacheIdentity, canonical_json, sha256_json
 from cache_schema.storage import Storage, open_storage
 from pipeline.errors import PipelineError
 from pipeline.folder import RunFolder
@@ -160,10 +160,11 @@ def _differences(prefix: str, found: Any, expected: Any) -> Iterator[str]:
         yield f"{prefix}: the folder has {found!r}, this run {expected!r}"
 
 
-def worker_resources(threads: int | None, default: int = 1) -> dict[str, float]:
+def worker_resources(threads: int | None, default: int = 1, gpu: bool = True) -> dict[str, float]:
+    """What Ray sets aside for one worker; a GPU if there is any and the worker computes on it."""
     import torch
 
-    if torch.cuda.is_available():
+    if gpu and torch.cuda.is_available():
         return {"num_cpus": 1, "num_gpus": 1}
     return {"num_cpus": float(threads or default)}
 
@@ -179,73 +180,17 @@ def cpus_of(workers: int, threads: int | None) -> int:
 
 
 def run_generate(run: Run) -> None:
-    """Prompts in, responses table out.
+    """Prompts in, responses table out: see `pipeline.generate_step`."""
+    from pipeline.generate_step import generate
 
-    Raises:
-        PromptError, TargetError, FingerprintMismatch, PoisonShard: see the stages.
-    """
-    from cache_schema.responses import ResponsesTable, committed_parts, create_responses, write_rejects
-    from stages.answers import GenerateJob, GenerateWorker, plan_parts
-    from stages.prompts import import_prompts, prompts_sha256
-
-    recipe, folder = run.recipe, run.folder.responses
-    found = import_prompts(recipe.prompts, recipe.base)
-    settings = identity_fields(recipe.generate) | {
-        "seed": recipe.seed,
-        "dtype": recipe.target.dtype,
-        "max_prompt_tokens": recipe.prompts.max_prompt_tokens,
-    }
-    identity = ResponsesIdentity(
-        target_name=recipe.target.model,
-        target_revision=recipe.target.revision,
-        target_weights_sha256=run.hashes.weights,
-        tokenizer_sha256=run.hashes.tokenizer,
-        chat_template_sha256=run.hashes.chat_template,
-        chat_template_kwargs=dict(recipe.target.chat_template_kwargs),
-        prompts_sha256=prompts_sha256(found.conversations),
-        settings=settings,
-    )
-    parts = plan_parts(found.conversations, recipe.generate.part_samples)
-    create_responses(folder, identity, len(parts), len(found.conversations))
-    if run.is_done("generate", identity.fingerprint(), lambda: len(committed_parts(folder)) == len(parts)):
-        return
-    write_rejects(folder / "rejects.parquet", found.rejects)
-    run.say(
-        f"generate: {len(found.conversations)} prompts from {found.n_rows} rows, {len(found.rejects)} rejected"
-        + (f" ({found.reasons()}; see {folder / 'rejects.parquet'})" if found.rejects else "")
-    )
-    with run.stage("generate", identity.fingerprint()) as summary:
-        have = committed_parts(folder)
-        todo = [p for p in parts if p.index not in have]
-        _say_resume(run, "generate", len(have), len(parts), "parts")
-        job = GenerateJob(recipe.target, recipe.generate, recipe.prompts.max_prompt_tokens, recipe.seed, folder)
-        drive_pool(run, "generate", "part", todo, functools.partial(GenerateWorker, job), len(have), recipe.generate)
-        table = ResponsesTable.open(folder)
-        prompts = sum(len(r.prompt_ids) for r in table)
-        summary |= {
-            "responses": len(table),
-            "prompt_tokens": prompts,
-            "response_tokens": int(table.lengths()[1].sum()) - prompts,
-            "rejected": len(found.rejects),
-            "dropped": len(table.ledger),
-        }
-        if len(table) == 0:
-            raise PipelineError(
-                f"generate made no usable response out of {len(parts)} parts; {folder}'s ledger says why: "
-                + _first_reasons(table.ledger)
-            )
-        if len(table.ledger) > recipe.prompts.max_bad_share * len(found.conversations):
-            raise PipelineError(
-                f"generate dropped {len(table.ledger)} of {len(found.conversations)} prompts, more than "
-                f"prompts.max_bad_share {recipe.prompts.max_bad_share:.0%} allows: {_first_reasons(table.ledger)}"
-            )
+    generate(run)
 
 
-def _first_reasons(ledger: Any) -> str:
+def first_reasons(ledger: Any) -> str:
     return "; ".join(f"{row['sample_id']}: {row['reason']}: {row['detail']}" for row in ledger[:3])
 
 
-def _say_resume(run: Run, stage: str, have: int, total: int, unit: str) -> None:
+def say_resume(run: Run, stage: str, have: int, total: int, unit: str) -> None:
     if have:
         run.say(f"{stage}: resuming, {have} of {total} {unit} are committed, {total - have} to do")
 
@@ -259,6 +204,7 @@ def drive_pool(
     have: int,
     config: Any,
     on_receipt: Callable[[Any, dict[str, Any]], None] | None = None,
+    gpu: bool = True,
 ) -> None:
     if not todo:
         return
@@ -270,7 +216,7 @@ def drive_pool(
             todo,
             build,
             n_workers=config.workers,
-            resources=worker_resources(config.threads),
+            resources=worker_resources(config.threads, gpu=gpu),
             progress=progress,
             label=unit,
             on_receipt=on_receipt,
@@ -353,7 +299,7 @@ def run_extract(run: Run) -> None:
     with run.stage("extract", identity.fingerprint()) as summary:
         have = set(committed_shards(storage))
         todo = [ShardUnit(s, tuple(plan.samples(s))) for s in plan.shards() if s not in have]
-        _say_resume(run, "extract", len(have), plan.n_shards, "shards")
+        say_resume(run, "extract", len(have), plan.n_shards, "shards")
         job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, run.cache)
         guard = QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, storage.where())
         drive_pool(
@@ -389,7 +335,7 @@ def _cache_summary(storage: Storage, guard: QuarantineGuard) -> dict[str, Any]:
     if len(cache) == 0:
         raise PipelineError(
             f"{storage.where()} holds no sample: all {len(cache.plan)} are in the ledger, "
-            f"{_first_reasons(cache.ledger())}"
+            f"{first_reasons(cache.ledger())}"
         )
     guard.quarantined = sum(row["reason"] == "non_finite" for row in cache.ledger())
     guard.require()
@@ -459,7 +405,7 @@ def run_train(run: Run) -> None:
     with run.stage("train", job.fingerprint) as summary:
         newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
         done = newest[1].step if newest else 0
-        _say_resume(run, "train", done, plan.n_steps, "steps")
+        say_resume(run, "train", done, plan.n_steps, "steps")
         run.say(
             f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
             f"{plan.n_steps} steps in {recipe.train.epochs} epochs"
@@ -626,7 +572,7 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     rows_dir.mkdir(exist_ok=True)
     finished = {p.sample_id: _finished_row(_row_file(rows_dir, p.sample_id), drafters) for p in prompts}
     have = [s for s, rows in finished.items() if rows is not None]
-    _say_resume(run, "evaluate", len(have), len(prompts), "prompts")
+    say_resume(run, "evaluate", len(have), len(prompts), "prompts")
     if len(have) < len(prompts):
         warm_up(target, drafters, prompts[0], stop_ids)
     with Progress(len(prompts), "prompts", "evaluate", done=len(have)) as progress:

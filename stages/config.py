@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from cache_schema.errors import DFlashError
 from cache_schema.quantized import QUANTISED, FeatureFormat
@@ -97,11 +98,18 @@ class SourceConfig:
     category: str | None = identity(None)
     """Category given to rows that carry none of their own."""
     limit: int | None = identity(None)
-    """At most this many rows, from the front."""
+    """At most this many rows are read, from the front."""
+    cap: int | None = identity(None)
+    """At most this many of its conversations are taken, chosen by a hash of seed and id, wherever they stand."""
+    weight: float | None = identity(None)
+    """Share in the mix, relative to the other sources' (all have one, or none). No row is taken twice: the source
+    that is scarcest for its weight is used up, and the others give in proportion."""
 
     def __post_init__(self) -> None:
-        ok = self.limit is None or self.limit > 0
-        _require(ok, "prompts.sources.limit", self.limit, "it must be above 0 or absent")
+        for name in ("limit", "cap", "weight"):
+            value = getattr(self, name)
+            ok = value is None or (value > 0 and value != float("inf"))
+            _require(ok, f"prompts.sources.{name}", value, "it must be a number above 0, or absent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +118,25 @@ class PromptsConfig:
 
     sources: tuple[SourceConfig, ...] = identity()
     max_prompt_tokens: int = identity(2048)
-    """Longer prompts are dropped, with a row in their part's ledger (tokens are known only in generate)."""
+    """Longest context of an answer, in tokens (known only in generate)."""
+    too_long: Literal["drop", "shorten"] = identity("drop")
+    """A longer one: `drop` leaves the answer out, and those behind it; `shorten` leaves out the earliest turns and
+    keeps the system prompt and the latest turns. Either is a row in the part's ledger."""
+    duplicates: Literal["keep", "drop"] = identity("keep")
+    """Conversations with the messages and tools of an earlier one, under another id: kept and counted, or rejected."""
+    max_samples: int | None = identity(None)
+    """At most this many conversations of all sources together, chosen by a hash of seed and id."""
     max_bad_share: float = execution(0.5)
     """A source with a larger share of rejected rows stops the run."""
 
     def __post_init__(self) -> None:
         _require(len(self.sources) > 0, "prompts.sources", self.sources, "at least one source is needed")
         _require(self.max_prompt_tokens > 0, "prompts.max_prompt_tokens", self.max_prompt_tokens, "it must be above 0")
+        ok = self.max_samples is None or self.max_samples > 0
+        _require(ok, "prompts.max_samples", self.max_samples, "it must be above 0 or absent")
+        weights = [source.weight for source in self.sources]
+        ok = None not in weights or not any(weights)
+        _require(ok, "prompts.sources.weight", weights, "all sources must have a weight, or none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +144,10 @@ class GenerateConfig:
     """How the target answers."""
 
     mode: Literal["regenerate", "keep"] = identity("regenerate")
-    """`regenerate`: the target answers the last user turn. `keep`: given answers are kept as they are."""
+    """`regenerate`: the target answers every assistant's turn anew, with its own earlier answers as context.
+    `keep`: given answers are kept as they are, and all of them are supervised."""
+    answers_per_prompt: int = identity(1)
+    """Answers to each conversation; above 1 they are sampled, each with a random stream of its own."""
     max_new_tokens: int = identity(1024)
     temperature: float = identity(0.0)
     """0 is greedy."""
@@ -137,11 +160,36 @@ class GenerateConfig:
     """Samples per part of the responses table: the unit of work, commit and retry."""
     batch_size: int = identity(32)
     """Samples answered together. Identity, because rounding depends on the batch."""
+    engine: Literal["transformers", "openai", "vllm"] = identity("transformers")
+    """What answers: `transformers` and `vllm` (extra `vllm`) load the target into the worker; `openai` asks servers
+    that speak OpenAI's protocol. Identity, because no two of them round alike."""
+    server_urls: tuple[str, ...] = execution(())
+    """Servers of engine `openai`, such as http://127.0.0.1:8000; each request goes to the one with the fewest."""
+    server_model: str | None = execution(None)
+    """Name under which the servers serve the target. None takes the one model that they list, if its name is the
+    target's; naming it here says that it is the same model."""
+    api_key_env: str | None = execution(None)
+    """Environment variable that holds the servers' API key. The key itself never stands in a recipe."""
+    concurrency: int = execution(32)
+    """Requests of a worker that are on their way at a time (engine `openai`)."""
+    timeout_s: float = execution(600.0)
+    """How long a server may take for one answer, waiting in its queue included (engine `openai`)."""
+    retries: int = execution(6)
+    """How often a request is tried again, with longer and longer pauses (engine `openai`)."""
+    vllm_args: dict[str, Any] = execution(factory=dict)
+    """Further arguments of `vllm.LLM`, such as `{gpu_memory_utilization: 0.8}` (engine `vllm`)."""
     workers: int = execution(1)
     threads: int | None = execution(None)
     """CPU threads of a worker; None leaves it to torch."""
 
     def __post_init__(self) -> None:
+        self._require_servers()
+        n, several = self.answers_per_prompt, self.answers_per_prompt > 1
+        _require(n > 0, "generate.answers_per_prompt", n, "it must be above 0")
+        rule = "more than one needs a generate.temperature above 0: greedy answers would be the same"
+        _require(not several or self.temperature > 0, "generate.answers_per_prompt", n, rule)
+        rule = "mode keep has one answer, the given one"
+        _require(not several or self.mode != "keep", "generate.answers_per_prompt", n, rule)
         _require(self.max_new_tokens >= 2, "generate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
         _require(self.temperature >= 0, "generate.temperature", self.temperature, "it must be 0 or above")
         _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "it must be in (0, 1]")
@@ -150,6 +198,26 @@ class GenerateConfig:
         _require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
         _require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
         _require_threads("generate", self.threads)
+
+    def _require_servers(self) -> None:
+        rule = "engine openai needs at least one, such as http://127.0.0.1:8000"
+        _require(self.engine != "openai" or len(self.server_urls) > 0, "generate.server_urls", self.server_urls, rule)
+        for url in self.server_urls:
+            parts = urlsplit(url)
+            ok = parts.scheme in ("http", "https") and bool(parts.hostname)
+            _require(ok, "generate.server_urls", url, "each must be like http://host:port")
+            if parts.username or parts.password:
+                raise ConfigError(
+                    f"generate.server_urls has a name or password in the URL of {parts.hostname}; put the key into an "
+                    "environment variable and name that in generate.api_key_env"
+                )
+        name = self.api_key_env
+        rule = "it must be the name of an environment variable (letters, digits, _), never the key itself"
+        # Not shown: it may be the key.
+        _require(name is None or (name.isascii() and name.isidentifier()), "generate.api_key_env", "…", rule)
+        _require(self.concurrency > 0, "generate.concurrency", self.concurrency, "it must be above 0")
+        _require(self.timeout_s > 0, "generate.timeout_s", self.timeout_s, "it must be above 0")
+        _require(self.retries >= 0, "generate.retries", self.retries, "it must be 0 or above")
 
 
 PROFILES: dict[str, dict[str, Any]] = {

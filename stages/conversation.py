@@ -13,6 +13,7 @@ kept, the rest is not for the model. A conversation has a user turn, and nothing
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,7 @@ from typing import Any
 
 from cache_schema.errors import CacheError
 from cache_schema.identity import canonical_json, sha256_bytes
-from cache_schema.names import require_sample_id
+from cache_schema.names import MAX_SAMPLE_ID_BYTES, require_sample_id
 from stages.errors import SampleRefused
 
 FORMS = ("messages", "conversations", "prompt")
@@ -32,12 +33,14 @@ _ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
     "function_call": "assistant",
-    "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool",
+    "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 _EXTRAS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _SHOWN = 60
 _SHOWN_FIELDS = 8
 _CONTENT_ID_DIGITS = 16
+_SUFFIX_BYTES = len("~99999#turn-99999")
+_TURN_ID = re.compile(r"#turn-\d+\Z")
 
 
 class Reason(StrEnum):
@@ -60,12 +63,18 @@ class Reason(StrEnum):
     BAD_ID = "bad_id"
     BAD_VALUE = "bad_value"
     DUPLICATE_ID = "duplicate_id"
+    DUPLICATE_CONTENT = "duplicate_content"
     # Found later, when there are token ids:
     PROMPT_TOO_LONG = "prompt_too_long"
+    SPECIAL_TOKEN_TEXT = "special_token_text"
     TEMPLATE_ERROR = "template_error"
     PREFIX_MISMATCH = "prefix_mismatch"
     NO_END_OF_TURN = "no_end_of_turn"
     EMPTY_LOSS_MASK = "empty_loss_mask"
+    ANSWER_TOO_SHORT = "answer_too_short"
+    # Not a loss (`KEPT_REASONS`): the sample is there, without its earliest turns, or without the question at its end.
+    PROMPT_SHORTENED = "prompt_shortened"
+    UNANSWERED_TURN = "unanswered_turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +134,24 @@ def row_id(row: Mapping[str, Any]) -> str | None:
             value = int(value)  # a table with missing ids has its whole numbers as floats
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise SampleRefused(Reason.BAD_ID, f"{name} is {shown(value)}; expected text or a whole number")
-        try:
-            require_sample_id(str(value))
-        except CacheError as error:
-            raise SampleRefused(Reason.BAD_ID, f"{name}: {error}") from error
+        _require_id(name, str(value))
         return str(value)
     return None
+
+
+def _require_id(name: str, value: str) -> None:
+    try:
+        require_sample_id(value)
+    except CacheError as error:
+        raise SampleRefused(Reason.BAD_ID, f"{name}: {error}") from error
+    # Samples are named <id>~2#turn-3, which has to be storable and must be no other row's id.
+    longest = MAX_SAMPLE_ID_BYTES - _SUFFIX_BYTES
+    if len(value.encode()) > longest:
+        detail = f"{name} is {shown(value)} of {len(value.encode())} bytes; expected at most {longest}"
+        raise SampleRefused(Reason.BAD_ID, detail)
+    if _TURN_ID.search(value):
+        detail = f"{name} is {shown(value)}; expected no #turn-<number> at its end, which names a later turn's sample"
+        raise SampleRefused(Reason.BAD_ID, detail)
 
 
 def shown(value: Any) -> str:

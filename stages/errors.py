@@ -13,6 +13,10 @@ class TargetError(StageError):
     """The target model cannot be fetched, loaded or used."""
 
 
+class TargetSettingError(TargetError):
+    """A setting of the recipe does not fit the target: a layer that it lacks, a MASK id that it uses."""
+
+
 class PromptError(StageError):
     """A source of prompts is missing, empty or unfit as a whole (single bad rows are rejects, not errors)."""
 

@@ -10,32 +10,42 @@ eos, and eos may stand inside a multi-turn prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from stages.anchors import stable_key
 from stages.config import GenerateConfig
+from stages.engine import Answer, Prompt, Refusal
 from stages.target import Target
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the target is asked."""
+class TransformersEngine:
+    """The target in this process, by transformers, in static batches of prompts of similar length.
 
-    sample_id: str
-    ids: list[int]
+    Args:
+        target: the loaded model.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def answer(
+        self, prompts: Sequence[Prompt], config: GenerateConfig, *, seed: int, stop_ids: frozenset[int]
+    ) -> list[Answer | Refusal]:
+        """See `engine.Engine`; the batches are a pure function of prompts and config."""
+        answers: dict[str, Answer] = {}
+        for batch in batches_by_length(prompts, config.batch_size):
+            made = answer_batch(self.target, batch, config, seed=seed, stop_ids=stop_ids)
+            answers.update((answer.sample_id, answer) for answer in made)
+        return [answers[p.sample_id] for p in prompts]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What it answered; `ids` include the token that ended the turn."""
-
-    sample_id: str
-    ids: list[int]
-    finish_reason: Literal["stop", "length"]
+def batches_by_length(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Prompts of similar length together; a pure function of the prompts."""
+    ordered = sorted(prompts, key=lambda p: len(p.ids))
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 @torch.inference_mode()

@@ -5,7 +5,8 @@ Two shares guard a run against a wrong source: rows that cannot be used, and row
 Each of them may be at most `max_bad_share` of a source's rows (apart, since a repeated row is not a damaged one).
 
 The same id twice is rejected, since resume, masks and random streams go by id. The same content under two ids
-is kept and counted. Prompts too long for the target are found in the generate stage, where token ids are known.
+is kept and counted, or rejected (`prompts.duplicates`). Of what is fit, the mix takes its share (`stages.mix`).
+What only token ids can tell (too long, control tokens in a text) is found in the generate stage.
 """
 
 from __future__ import annotations
@@ -21,11 +22,35 @@ from cache_schema.rejects import Reject
 from stages.config import PromptsConfig, SourceConfig
 from stages.conversation import Conversation, Reason, parse_row, row_id
 from stages.errors import PromptError, SampleRefused
+from stages.mix import choose
 from stages.sources import BlankLine, RawRow, read_rows
 
-__all__ = ["Conversation", "PromptImport", "Reason", "Reject", "import_prompts", "prompts_sha256", "to_prompt"]
-_DEFAULT_BAD_SHARE = 0.5
+__all__ = [
+    "Conversation",
+    "PromptImport",
+    "Reason",
+    "Reject",
+    "SourceCount",
+    "answers_of",
+    "import_prompts",
+    "prompts_sha256",
+    "to_prompt",
+]
 _EXAMPLES = 3
+Place = tuple[int, str, int]
+"""Where a row stands: number and path of its source, line. The same file may be two sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    """What a source gave."""
+
+    path: str
+    n_rows: int
+    n_fit: int
+    """Rows that could be used."""
+    n_taken: int
+    """Of these, what caps, weights and total took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +58,68 @@ class PromptImport:
     """What came out of the sources."""
 
     conversations: list[Conversation]
-    """In the order of the sources and their rows; ids are unique."""
+    """What was taken, in the order of the sources and their rows; ids are unique."""
     rejects: list[Reject]
     n_rows: int = 0
     """Rows read, good and bad, blank lines apart."""
     n_blank: int = 0
     """Blank lines: neither rows nor rejects."""
     duplicate_content: int = 0
-    """Conversations that another one before them equals but for the id."""
+    """Rows whose messages and tools are those of another one before them, under another id."""
+    sources: list[SourceCount] = field(default_factory=list)
+
+    @property
+    def n_not_taken(self) -> int:
+        """Conversations that are fit and that caps, weights and total left out."""
+        return sum(s.n_fit - s.n_taken for s in self.sources)
 
     def reasons(self) -> dict[str, int]:
         """Rejects per reason, most frequent first."""
         return dict(Counter(r.reason for r in self.rejects).most_common())
 
 
-def import_prompts(config: PromptsConfig | Sequence[SourceConfig], base: Path) -> PromptImport:
-    """Read all sources, in order.
+def import_prompts(config: PromptsConfig | Sequence[SourceConfig], base: Path, seed: int = 0) -> PromptImport:
+    """Read all sources, in order, and take the mix.
 
     Args:
         config: the sources, with or without the limits around them.
         base: folder that relative paths start from (the recipe's).
+        seed: of the choice, where caps, weights or a total leave something out.
 
     Raises:
-        PromptError: a source is missing, unreadable, empty, without a usable row, or has too large a share of
-            bad rows; the message shows the first of them.
+        PromptError: a source is missing, unreadable, empty, without a usable row, has too large a share of
+            bad rows (the message shows the first of them), or gets no share in the mix.
     """
-    if isinstance(config, PromptsConfig):
-        sources, max_bad_share = config.sources, config.max_bad_share
-    else:
-        sources, max_bad_share = tuple(config), _DEFAULT_BAD_SHARE
-    importer = _Importer(base, max_bad_share)
-    for source in sources:
+    if not isinstance(config, PromptsConfig):
+        config = PromptsConfig(sources=tuple(config))
+    importer = _Importer(base, config.max_bad_share, config.duplicates == "drop")
+    for source in config.sources:
         importer.read(source)
+    taken = choose(importer.by_source, config, seed)
+    counts = [SourceCount(source.path, n, len(fit), len(rows)) for source, n, fit, rows
+              in zip(config.sources, importer.rows_of, importer.by_source, taken, strict=True)]  # fmt: skip
+    _require_shares(counts)
     return PromptImport(
-        importer.conversations, importer.rejects, importer.n_rows, importer.n_blank, importer.duplicate_content
-    )
+        [c for rows in taken for c in rows], importer.rejects, importer.n_rows, importer.n_blank,
+        importer.duplicate_content, counts,
+    )  # fmt: skip
+
+
+def _require_shares(counts: Sequence[SourceCount]) -> None:
+    for count in counts:
+        if count.n_taken == 0:
+            sizes = ", ".join(f"{c.path}: {c.n_taken} of {c.n_fit}" for c in counts)
+            raise PromptError(
+                f"prompt source {count.path}: the mix takes none of its {count.n_fit} conversations ({sizes}); raise "
+                "its weight, the limits of the scarcest source, or prompts.max_samples"
+            )
+
+
+def answers_of(conversations: Sequence[Conversation], n: int) -> list[Conversation]:
+    """Each conversation n times, as `<id>~1` … `<id>~n`; one answer leaves the ids as they are."""
+    if n == 1:
+        return list(conversations)
+    return [replace(c, sample_id=f"{c.sample_id}~{k}") for c in conversations for k in range(1, n + 1)]
 
 
 def to_prompt(conversation: Conversation) -> Conversation:
@@ -89,16 +141,19 @@ def prompts_sha256(conversations: Sequence[Conversation]) -> str:
 class _Importer:
     base: Path
     max_bad_share: float
-    conversations: list[Conversation] = field(default_factory=list)
+    drop_duplicates: bool = False
+    by_source: list[list[Conversation]] = field(default_factory=list)
+    rows_of: list[int] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     n_rows: int = 0
     n_blank: int = 0
     duplicate_content: int = 0
-    _first_with_id: dict[str, tuple[str, int]] = field(default_factory=dict)
-    _contents: set[bytes] = field(default_factory=set)
+    _first_with_id: dict[str, Place] = field(default_factory=dict)
+    _first_with_content: dict[bytes, Place] = field(default_factory=dict)
 
     def read(self, source: SourceConfig) -> None:
-        rows_before, good_before, rejects_before = self.n_rows, len(self.conversations), len(self.rejects)
+        rows_before, rejects_before = self.n_rows, len(self.rejects)
+        self.by_source.append([])
         for row in read_rows(source, self.base):
             if isinstance(row, BlankLine):
                 self.n_blank += 1
@@ -109,22 +164,32 @@ class _Importer:
             except SampleRefused as refused:
                 reject = Reject(source.path, row.line, _id_or_none(row), str(refused.reason), refused.detail)
                 self.rejects.append(reject)
-        n_good = len(self.conversations) - good_before
-        _require_fit(source, self.n_rows - rows_before, n_good, self.rejects[rejects_before:], self.max_bad_share)
+        self.rows_of.append(self.n_rows - rows_before)
+        n_good = len(self.by_source[-1])
+        _require_fit(source, self.rows_of[-1], n_good, self.rejects[rejects_before:], self.max_bad_share)
 
     def _accept(self, row: RawRow, source: SourceConfig) -> None:
         if row.problem is not None:
             raise row.problem
         conversation = parse_row(row.value, source.category)
-        first = self._first_with_id.setdefault(conversation.sample_id, (source.path, row.line))
-        if first != (source.path, row.line):
-            where = f"line {first[1]}" + ("" if first[0] == source.path else f" of {first[0]}")
+        here = (len(self.by_source), source.path, row.line)
+        first = self._first_with_id.setdefault(conversation.sample_id, here)
+        if first != here:
+            where = _place(first, here)
             detail = f"id {conversation.sample_id!r} is that of {where} already; expected an id of its own"
             raise SampleRefused(Reason.DUPLICATE_ID, detail)
         content = hashlib.sha256(conversation.content_json().encode()).digest()
-        self.duplicate_content += content in self._contents
-        self._contents.add(content)
-        self.conversations.append(conversation)
+        first = self._first_with_content.setdefault(content, here)
+        if first != here:
+            self.duplicate_content += 1
+            if self.drop_duplicates:
+                detail = f"its messages are those of {_place(first, here)}; expected others (prompts.duplicates: drop)"
+                raise SampleRefused(Reason.DUPLICATE_CONTENT, detail)
+        self.by_source[-1].append(conversation)
+
+
+def _place(place: Place, seen_from: Place) -> str:
+    return f"line {place[2]}" + ("" if place[0] == seen_from[0] else f" of {place[1]}")
 
 
 def _id_or_none(row: RawRow) -> str | None:
@@ -138,7 +203,8 @@ def _require_fit(source: SourceConfig, n_rows: int, n_good: int, rejects: list[R
     if n_rows == 0:
         raise PromptError(f"prompt source {source.path} is empty: it has no rows; expected at least one prompt")
     n_repeated = sum(r.reason == Reason.DUPLICATE_ID for r in rejects)
-    n_bad = len(rejects) - n_repeated
+    # Dropping rows of the same content was asked for: they are neither bad nor repeated ids.
+    n_bad = sum(r.reason != Reason.DUPLICATE_CONTENT for r in rejects) - n_repeated
     if n_good and max(n_bad, n_repeated) <= max_bad_share * n_rows:
         return
     if n_good:

@@ -20,7 +20,7 @@ from torch import nn
 
 from cache_schema.identity import canonical_json, sha256_bytes, sha256_file
 from stages.config import ConfigError, TargetConfig
-from stages.errors import TargetError
+from stages.errors import TargetError, TargetSettingError
 from stages.layers import check_layer_ids, feature_layer_ids
 from stages.smollm2 import PACKAGE as SMOLLM2_PACKAGE
 from stages.smollm2 import ensure_smollm2
@@ -56,7 +56,7 @@ class TargetShape:
         try:
             check_layer_ids(explicit, self.n_layers)
         except ConfigError as error:
-            raise TargetError(str(error)) from error
+            raise TargetSettingError(str(error)) from error
         return explicit
 
 
@@ -241,9 +241,11 @@ def choose_mask_token(tokenizer: Any, embedding_rows: int, override: int | None 
              if i is not None}
     if override is not None:
         if not 0 <= override < embedding_rows:
-            raise TargetError(f"target.mask_token_id is {override}, but the embedding has rows 0…{embedding_rows - 1}")
+            what = f"but the embedding has rows 0…{embedding_rows - 1}"
+            raise TargetSettingError(f"target.mask_token_id is {override}, {what}")
         if override in taken:
-            raise TargetError(f"target.mask_token_id is {override}, which is the tokenizer's pad, eos, bos or unk id")
+            what = "which is the tokenizer's pad, eos, bos or unk id"
+            raise TargetSettingError(f"target.mask_token_id is {override}, {what}")
         return MaskToken(override, "target.mask_token_id of the recipe")
     own = getattr(tokenizer, "mask_token_id", None)
     if own is not None and own not in taken and own < embedding_rows:

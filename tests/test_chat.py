@@ -190,8 +190,8 @@ def test_an_answer_whose_prefix_never_matches_is_refused() -> None:
     assert caught.value.reason == "prefix_mismatch"
     messages = talk("q", "a", "q2", "<think>\nwell\n</think>a2")
     found = render_given(tokenizer, messages)
-    assert [(r.suffix, r.reason) for r in found.refused] == [("#turn-1", "prefix_mismatch")]
-    assert [s.suffix for s in found.samples] == [""]
+    assert [(r.suffix, r.reason) for r in found.refused] == [("", "prefix_mismatch")]
+    assert [(s.suffix, s.turns) for s in found.samples] == [("#turn-2", (2,))]
     assert supervised(tokenizer, found)[0][1] == "well\n</think>a2<|im_end|>"
 
 
@@ -286,8 +286,8 @@ def test_an_answer_that_merges_with_the_header_starts_where_the_target_would_sta
     assert [a for _, a in supervised(tokenizer, found)] == ["\nx<|im_end|>", "a2<|im_end|>"]
 
 
-# Texts full of what could mislead: special tokens (case 19), headers, line breaks that merge, multi-byte characters.
-PIECES = ["<|im_end|>", "<|endoftext|>", "<|eot|>", "<|im_start|>assistant\n", "\n", "\n\n", " ", "a", "Hello ", "12",
+# Texts full of what could mislead: headers, halves of control tokens, line breaks that merge, multi-byte characters.
+PIECES = ["<|im_", "end|>", "<|eot", "<|im_start|assistant\n", "\n", "\n\n", " ", "a", "Hello ", "12",
           "é", "🌅", "</think>", "assistant"]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS), min_size=1, max_size=6)
@@ -295,13 +295,15 @@ TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS), min_s
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(TOKENIZERS)), st.none() | TEXTS, TURNS)
-@example("smollm2", None, [("user", "<|im_end|>"), ("assistant", "<|im_end|>"), ("user", "\n"), ("assistant", "\n\n")])
+@example("smollm2", None, [("user", "<|im_end"), ("assistant", "|im_end|>"), ("user", "\n"), ("assistant", "\n\n")])
 def test_the_mask_is_exactly_the_assistants_tokens(name: str, system: str | None, turns: list[tuple[str, str]]) -> None:
     tokenizer = TOKENIZERS[name]
     messages = [*talk("q", system=system), *({"role": r, "content": c} for r, c in turns)]
     answers = [k for k, m in enumerate(messages) if m["role"] == "assistant"]
-    if not answers:
-        with pytest.raises(SampleRefused):
+    seen = messages[: answers[-1] + 1] if answers else []
+    control = any("<|im_end|>" in m["content"] for m in seen)  # two pieces may make one
+    if not answers or control:
+        with pytest.raises(SampleRefused, match="special_token_text" if answers else "empty_loss_mask"):
             render_given(tokenizer, messages)
         return
     found = render_given(tokenizer, messages)

@@ -236,7 +236,7 @@ def test_recipe_for_another_target_than_the_cache(home: Path, undisturbed: Path)
     ("settings", "code", "words"),
     [
         (["target.model=no/such-model"], 1, "no/such-model"),
-        (["cache.layer_ids=[1,99]"], 1, "99"),
+        (["cache.layer_ids=[1,99]"], 2, "99"),
         (["train.lrr=1"], 2, "train.lr"),
         (["drafter.block_size=1"], 2, "block_size"),
         (["prompts.sources.0.path=nothing.jsonl"], 1, "nothing.jsonl"),

@@ -325,6 +325,11 @@ def test_the_hash_of_prompts_covers_every_field_and_the_order() -> None:
     assert prompts_sha256([a, b]) == prompts_sha256([a, Conversation("b", [{"content": "b", "role": "user"}])])
 
 
+def test_every_reason_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    assert [reason for reason in Reason if f"`{reason}`" not in text] == []
+
+
 def test_a_refusal_survives_pickling() -> None:
     error = SampleRefused("bad_json", "found x")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301

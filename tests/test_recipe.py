@@ -231,6 +231,10 @@ def other_value(value: Any) -> Any:
         return value / 2
     if isinstance(value, Path):
         return value / "elsewhere"
+    if isinstance(value, tuple):
+        return (*value, "http://other:8000")
+    if isinstance(value, dict):
+        return {**value, "other": 1}
     return f"{value}x" if isinstance(value, str) else 3
 
 
@@ -245,6 +249,8 @@ def test_execution_settings_never_enter_an_identity(tmp_path: Path) -> None:
         elif dataclasses.is_dataclass(config) and not isinstance(config, type):
             names = [f.name for f in dataclasses.fields(config) if f.metadata["kind"] == "execution"]
             values = {name: other_value(getattr(config, name)) for name in names}
+            if "api_key_env" in values:
+                values["api_key_env"] = "OTHER_KEY"
             other = dataclasses.replace(recipe, **{section.name: dataclasses.replace(config, **values)})
             changed += len(names)
             assert not set(names) & set(identity_fields(config))

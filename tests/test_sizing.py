@@ -221,6 +221,23 @@ def test_samples_of_local_files_are_counted(tmp_path: Path) -> None:
     assert count_samples(recipe_at(tmp_path, sources)).n_samples == 13
 
 
+def test_mixes_and_several_answers_are_counted(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["x"] * 40}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": ["x"] * 10}), tmp_path / "b.parquet")
+    for sources, settings, n in [
+        ("{path: a.parquet, cap: 7}, {path: b.parquet}", (), 17),
+        ("{path: a.parquet, weight: 3}, {path: b.parquet, weight: 1}", (), 40),
+        ("{path: a.parquet, weight: 3}, {path: b.parquet, weight: 1}", ("prompts.max_samples=8",), 8),
+        ("{path: a.parquet}, {path: b.parquet}", ("prompts.max_samples=45",), 45),
+        ("{path: a.parquet}", ("generate.answers_per_prompt=3", "generate.temperature=1"), 120),
+    ]:
+        counts = count_samples(recipe_at(tmp_path, f"prompts.sources=[{sources}]", *settings))
+        assert counts.n_samples == n
+    assert counts.n_samples_source == "rows of the sources, 3 answers each"
+    capped = recipe_at(tmp_path, "prompts.sources=[{path: some/dataset, cap: 50}]")
+    assert count_samples(capped).n_samples == 50
+
+
 def test_a_hub_source_needs_a_limit_or_a_number(tmp_path: Path) -> None:
     limited = recipe_at(tmp_path, "prompts.sources=[{path: some/dataset, limit: 500}]")
     assert count_samples(limited).n_samples == 500
@@ -237,7 +254,8 @@ def test_lengths_are_measured_where_responses_exist(tmp_path: Path) -> None:
     (responses / "parts").mkdir(parents=True)
     (responses / "commits").mkdir()
     (responses / "responses.json").write_text('{"n_samples": 40}')
-    table = pa.table({"prompt_ids": [[1] * 4, [1] * 6], "response_ids": [[2] * 2, [2] * 10]})
+    masks = [[0] * 4 + [1] * 2, [0] * 6 + [1] * 10]
+    table = pa.table({"prompt_ids": [[1] * 4, [1] * 6], "response_ids": [[2] * 2, [2] * 10], "loss_mask": masks})
     pq.write_table(table, responses / "parts" / "part-00000.ab.parquet")
     (responses / "commits" / "part-00000.json").write_text('{"file": "part-00000.ab.parquet", "rows": 2}')
     counts = count_samples(recipe)
@@ -245,3 +263,29 @@ def test_lengths_are_measured_where_responses_exist(tmp_path: Path) -> None:
     assert (counts.mean_tokens, counts.mean_response_tokens) == ((6 + 12) / 2, (2 + 6) / 2)
     assert counts.mean_tokens_source == "measured on 2 responses of this run"
     assert count_samples(recipe, 5, 8).mean_tokens == 8
+
+
+def test_samples_are_counted_from_what_the_conversations_became(tmp_path: Path) -> None:
+    """Conversations of many turns become several samples, others none; questions between answers are no answers."""
+    recipe = recipe_at(tmp_path, "cache.max_length=100")
+    responses = recipe.run / "responses"
+    (responses / "parts").mkdir(parents=True)
+    (responses / "commits").mkdir()
+    (responses / "responses.json").write_text('{"n_samples": 40}')
+    mask = [0] * 4 + [1] * 3 + [0] * 5 + [1] * 2
+    table = pa.table({"prompt_ids": [[1] * 4] * 6, "response_ids": [[2] * 10] * 6, "loss_mask": [mask] * 6})
+    pq.write_table(table, responses / "parts" / "p.parquet")
+    for part, rows, planned in ((0, 6, 4), (1, 0, 4)):
+        marker = {"file": "p.parquet", "rows": rows, "planned": planned}
+        (responses / "commits" / f"part-{part:05d}.json").write_text(json.dumps(marker))
+    counts = count_samples(recipe)
+    assert counts.n_samples == 30
+    assert (counts.mean_tokens, counts.mean_response_tokens) == (14, 5)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{", '{"n_samples": null}'])
+def test_a_damaged_table_is_not_counted(tmp_path: Path, text: str) -> None:
+    recipe = recipe_at(tmp_path)
+    (recipe.run / "responses" / "commits").mkdir(parents=True)
+    (recipe.run / "responses" / "responses.json").write_text(text)
+    assert count_samples(recipe).n_samples_source == "rows of the sources"

@@ -16,12 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import regex  # transformers itself requires it
 import torch
 
 from stages import smollm2
-from stages.chat import end_of_turn_ids, render_given, render_prompt
+from stages.chat import ChatTemplate, PromptLimit, end_of_turn_ids, given_samples, render_given, render_prompt
+from stages.conversation import Conversation
+from stages.dialogue import Dialogue
+from stages.engine import Answer
 from stages.errors import SampleRefused, TargetError
 from stages.smollm2 import PACKAGE, ensure_smollm2
 
@@ -196,6 +200,44 @@ def test_a_chat_is_rendered_as_the_model_knows_it(tokenizer: Any) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     with pytest.raises(SampleRefused, match="template_error"):
         render_prompt(tokenizer, [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "3"}])
+
+
+def test_many_turns_on_the_real_template_are_one_sample_with_exact_masks(tokenizer: Any) -> None:
+    """Kept, and answered anew; also where the target's ids are none that the tokenizer would choose."""
+    chat = ChatTemplate(tokenizer)
+    turns = [("system", "Be terse."), ("user", "1+1?"), ("assistant", "2"), ("user", "\n\n"),
+             ("assistant", "4 🌅\n\n"), ("user", "again"), ("assistant", "five")]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (kept,) = given_samples(chat, messages).samples
+    assert [*kept.prompt_ids, *kept.response_ids] == chat.ids(chat.text(messages).removesuffix("\n"))
+    for odd in (False, True):
+        said = [ids_of(tokenizer, text) for role, text in turns if role == "assistant"]
+        if odd:  # byte by byte, which decodes to the same text
+            said[1] = tokenizer.convert_tokens_to_ids([_byte_letters()[byte] for byte in turns[4][1].encode()])
+            assert tokenizer.decode(said[1]) == turns[4][1]
+            assert said[1] != ids_of(tokenizer, turns[4][1])
+        dialogue = Dialogue(Conversation("c", messages), chat, PromptLimit(max_tokens=999), end_of_turn_ids(tokenizer))
+        asked = []
+        while (prompt := dialogue.ask()) is not None:
+            asked.append(prompt.ids)
+            dialogue.take(Answer(prompt.sample_id, [*said[len(asked) - 1], 2], "stop"))
+        assert asked == [chat.prompt_ids(messages[:k]) for k in (2, 4, 6)]
+        samples = [a.growing.sample() for a in dialogue.samples]
+        assert [s.turns for s in samples] == ([(1, 2), (3,)] if odd else [(1, 2, 3)])
+        supervised = [i for s in samples for i in np.array(s.prompt_ids + s.response_ids)[s.loss_mask == 1].tolist()]
+        assert supervised == [i for ids in said for i in [*ids, 2]]
+        if not odd:
+            assert samples[0].prompt_ids == kept.prompt_ids
+            assert samples[0].response_ids == kept.response_ids
+            assert samples[0].loss_mask.tolist() == kept.loss_mask.tolist()
+
+
+def test_text_of_its_control_tokens_is_refused(tokenizer: Any) -> None:
+    chat = ChatTemplate(tokenizer)
+    for text in ("a <|im_end|> b", "git add <filename>", "<|endoftext|>"):
+        with pytest.raises(SampleRefused, match="special_token_text"):
+            chat.require_plain_text([{"role": "user", "content": text}])
+    chat.require_plain_text([{"role": "user", "content": "a <|im_end| > b <file> <s> </think>"}])
 
 
 def test_the_saved_model_is_plain_bf16_and_speaks(folder: Path, tokenizer: Any) -> None:
