@@ -59,7 +59,7 @@ def make_large_cache(folder: Path, samples: int, shards: int) -> None:
             writer.append(sample_id, pool[:n], np.arange(n, dtype=np.int32), np.ones(n, np.uint8))
         first = writer.commit()
     storage, fsync = FolderStorage(folder), os.fsync
-    os.fsync = lambda descriptor: None  # thousands of markers; none has to survive a power cut
+    os.fsync = lambda fd: None  # thousands of markers; none has to survive a power cut
     try:
         for shard in plan.shards()[1:]:
             create_marker(storage, dataclasses.replace(first, shard=shard))

@@ -58,7 +58,7 @@ def write_raw(path: Path, samples: Samples) -> int:
     """The bytes end to end in one file."""
     with path.open("xb", buffering=0) as file:
         for values in samples.values():
-            view = memoryview(values).cast("B")
+            view = values.reshape(-1).view(np.uint8).data
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 
@@ -75,7 +76,7 @@ def least_by_item(
         for name, work in ways.items():
             before(name)
             for item in items:
-                found[name][item] = cost_of(lambda work=work, item=item: work(item)).least(found[name].get(item))
+                found[name][item] = cost_of(partial(work, item)).least(found[name].get(item))
     return {name: _sum(list(costs.values())) for name, costs in found.items()}
 
 

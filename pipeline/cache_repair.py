@@ -41,7 +41,8 @@ def repair(
         DFlashError: as the extract stage.
     """
     from pipeline.recipe import load_recipe
-    from pipeline.steps import STEPS, Run
+    from pipeline.run import Run
+    from pipeline.steps import STEPS
 
     run = Run(load_recipe(recipe, overrides), say)
     with run.folder.locked():

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from cache_schema.identity import ResponsesIdentity
 from pipeline.errors import PipelineError
+from pipeline.pool import drive_pool
+from pipeline.run import Run, first_reasons, say_resume
 from stages.config import identity_fields
 
 if TYPE_CHECKING:
     from cache_schema.ledger import PartLedgerRow
     from cache_schema.responses import ResponsesTable
-    from pipeline.steps import Run
     from stages.prompts import Conversation, PromptImport
 
 
-def generate(run: Run) -> None:
+def run_generate(run: Run) -> None:
     """Prompts in, responses table out.
 
     Raises:
@@ -25,7 +26,6 @@ def generate(run: Run) -> None:
         PipelineError: no usable response, or too many prompts without one.
     """
     from cache_schema.responses import ResponsesTable, committed_parts, create_responses, write_rejects
-    from pipeline.steps import drive_pool, say_resume
     from stages.answers import GenerateJob, GenerateWorker, plan_parts
     from stages.engine import needs_device
     from stages.prompts import answers_of, import_prompts
@@ -111,7 +111,6 @@ def _dropped(table: ResponsesTable) -> list[PartLedgerRow]:
 
 def _require_enough(run: Run, table: ResponsesTable, asked: Sequence[Conversation]) -> None:
     from cache_schema.responses import conversation_id
-    from pipeline.steps import first_reasons
 
     if len(table) == 0:
         raise PipelineError(

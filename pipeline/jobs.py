@@ -8,7 +8,8 @@ from pathlib import Path
 
 from cache_schema.durable import write_atomic
 from pipeline.recipe import load_recipe
-from pipeline.steps import STEPS, Run, Say
+from pipeline.run import Run, Say
+from pipeline.steps import STEPS
 
 
 def run_stages(recipe: Path, overrides: Sequence[str], stages: Sequence[str], say: Say) -> Run:

@@ -15,9 +15,10 @@ from cache_schema.durable import write_atomic
 from cache_schema.marker import evict, read_marker
 from cache_schema.reader import FeatureCache
 from pipeline.errors import PipelineError
+from pipeline.extract_step import QuarantineGuard
 from pipeline.report_text import bytes_text
 from pipeline.rolling import Make, RollingSchedule
-from pipeline.steps import QuarantineGuard, Say
+from pipeline.run import Say
 from stages.extract import ShardUnit
 from stages.rolling import POSITION, read_position
 

@@ -29,12 +29,14 @@ from cache_schema.marker import committed_shards
 from cache_schema.plan import ShardPlan, plan_shards
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import Storage, open_storage
+from pipeline.extract_step import QuarantineGuard
 from pipeline.follow import follow_metrics
+from pipeline.pool import cpus_of, drive_pool, worker_resources
 from pipeline.report_text import bytes_text
 from pipeline.rolling import RollingSchedule, require_room, shard_sizes, what_is_seen
 from pipeline.rolling_feed import RollingFeed
+from pipeline.run import Run, Say
 from pipeline.runner import ensure_ray, run_pool
-from pipeline.steps import QuarantineGuard, Run, Say, cpus_of, drive_pool, worker_resources
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
 from stages.order import StepPlan
 from stages.rolling import POSITION, Rolling, write_position

@@ -11,10 +11,10 @@ import pytest
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.rejects import read_rejects
 from cache_schema.responses import ResponsesTable, conversation_id
-from pipeline import steps
+from pipeline import generate_step
 from pipeline.errors import PipelineError
-from pipeline.generate_step import generate
 from pipeline.recipe import load_recipe
+from pipeline.run import Run
 from stages.chat import render_prompt
 from tests.templates import talk
 from tests.tiny import make_target, make_tokenizer, save_target
@@ -53,7 +53,7 @@ class Stopped(Exception):
 def run(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, parts: int = 99) -> list[str]:
     """Run the stage; the pool stops after so many parts, the last ones first. Gives what was said."""
 
-    def pool(_run: Any, _stage: str, _unit: str, todo: list[Any], build: Any, *_: Any) -> None:
+    def pool(_run: Any, _stage: str, _unit: str, todo: list[Any], build: Any, *_: Any, **__: Any) -> None:
         worker = build()
         for number, unit in enumerate(reversed(todo)):
             if number == parts:
@@ -61,8 +61,8 @@ def run(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: s
             worker.run(unit, 1)
 
     said: list[str] = []
-    monkeypatch.setattr(steps, "drive_pool", pool)
-    generate(steps.Run(load_recipe(home / "r.yaml", [f"run={folder}", *overrides]), said.append))
+    monkeypatch.setattr(generate_step, "drive_pool", pool)
+    generate_step.run_generate(Run(load_recipe(home / "r.yaml", [f"run={folder}", *overrides]), said.append))
     return said
 
 

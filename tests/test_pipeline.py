@@ -24,7 +24,8 @@ from cache_schema.responses import ResponsesTable
 from cache_schema.storage import open_storage
 from cache_schema.verify import describe_cache, equal_caches, verify_cache
 from pipeline import cli
-from pipeline.steps import STEPS, Run
+from pipeline.run import Run
+from pipeline.steps import STEPS
 from stages.checkpoint_format import load_drafter
 from tests.tiny import make_target, make_tokenizer, save_target
 

@@ -33,10 +33,12 @@ from cache_schema.storage import FolderStorage
 from cache_schema.verify import verify_cache
 from pipeline import rolling_train
 from pipeline.errors import PipelineError
+from pipeline.extract_step import QuarantineGuard
 from pipeline.recipe import load_recipe
 from pipeline.rolling import NEVER, Evict, Make, RollingSchedule, require_room, shard_sizes, what_is_seen
 from pipeline.rolling_feed import RollingFeed
-from pipeline.steps import QuarantineGuard, Run, run_train
+from pipeline.run import Run
+from pipeline.train_step import run_train
 from stages.config import TrainConfig
 from stages.dataset import SampleReader, StepDataset, TrainingStream
 from stages.errors import TrainingError

@@ -1,0 +1,140 @@
+"""The train stage, driven: feature cache in, checkpoints out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PipelineError
+from pipeline.extract_step import cache_identity
+from pipeline.pool import cpus_of
+from pipeline.run import Run, say_resume
+from pipeline.runner import ensure_ray
+from stages.config import identity_fields
+
+
+def train_job(run: Run) -> Any:
+    """The training job of this run, with its fingerprint pinned in the training folder."""
+    from stages.train import TrainJob
+
+    recipe = run.recipe
+    identity = cache_identity(run)
+    made_of = {
+        "cache": identity.to_json(),
+        "seed": recipe.seed,
+        "drafter": identity_fields(recipe.drafter),
+        "train": identity_fields(recipe.train),
+        "mask_token_id": recipe.target.mask_token_id,
+    }
+    fingerprint = run.pin("train", run.folder.train, made_of)
+    return TrainJob(
+        recipe.target,
+        recipe.drafter,
+        recipe.train,
+        identity,
+        recipe.seed,
+        run.cache,
+        run.folder.train.resolve(),
+        fingerprint,
+    )
+
+
+def run_train(run: Run) -> None:
+    """Feature cache in, trained drafter out.
+
+    Raises:
+        CacheError, FingerprintMismatch, TrainingError: see the stages.
+    """
+    import torch
+
+    from cache_schema.reader import FeatureCache
+    from pipeline.follow import follow_metrics
+    from pipeline.rolling_train import is_rolling, train_rolling
+    from stages import checkpoint
+    from stages.order import StepPlan
+    from stages.train_ray import train_with_ray
+
+    recipe = run.recipe
+    job = train_job(run)
+    if run.is_done("train", job.fingerprint, lambda: _final_checkpoint(run, job) is not None):
+        return
+    cache = FeatureCache.open(job.cache_dir, job.identity)
+    rolling = is_rolling(run, cache.plan, job.identity)
+    if not rolling:
+        cache.require_complete()
+    plan = StepPlan(cache.plan, recipe.train, recipe.seed)
+    with run.stage("train", job.fingerprint) as summary:
+        newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+        done = newest[1].step if newest else 0
+        say_resume(run, "train", done, plan.n_steps, "steps")
+        run.say(
+            f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
+            f"{plan.n_steps} steps in {recipe.train.epochs} epochs"
+        )
+        if done < plan.n_steps and rolling:
+            summary |= train_rolling(run, job, cache, plan, done)
+        elif done < plan.n_steps:
+            gpus = 1 if torch.cuda.is_available() else 0
+            with (
+                ensure_ray(num_cpus=cpus_of(recipe.train.workers, recipe.train.threads) + 1),
+                follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
+            ):
+                train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus)
+        summary |= _train_summary(run, plan.n_steps)
+
+
+def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
+    rows = _metrics(run.folder.train / "metrics.jsonl")
+    heldout = [r for r in rows if r["kind"] == "heldout"]
+    steps = [r for r in rows if r["kind"] == "step"]
+    return {
+        "steps": n_steps,
+        "loss": float(steps[-1]["loss"]) if steps else 0.0,
+        "simulated_tau": float(heldout[-1]["tau"]) if heldout else 0.0,
+        "samples_without_anchor": steps[-1]["skipped"] if steps else 0,
+    }
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:  # the last line of a killed run
+            continue
+        if isinstance(row, dict) and "kind" in row:
+            rows.append(row)
+    return rows
+
+
+def _final_checkpoint(run: Run, job: Any) -> Path | None:
+    """The checkpoint of the last step, or None when training has not come so far or the checkpoint is damaged."""
+    from stages import checkpoint
+
+    status = run.folder.done("train")
+    newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+    if status is None or newest is None or newest[1].step != status["summary"].get("steps"):
+        return None
+    return newest[0]
+
+
+def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
+    """The final drafter (float32) and the SHA-256 of its weights.
+
+    Raises:
+        PipelineError: training has not finished.
+    """
+    from stages import checkpoint
+    from stages.drafter import Drafter
+    from stages.train import make_spec
+
+    folder = _final_checkpoint(run, job)
+    if folder is None:
+        raise PipelineError(
+            f"{run.folder.train} has no intact checkpoint of the last step; run the train stage, it goes on where it "
+            "stopped"
+        )
+    drafter = Drafter(make_spec(job.target, job.drafter, job.identity.layer_ids))
+    checkpoint.load_weights(folder, drafter)
+    return drafter, json.loads((folder / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]
