@@ -53,7 +53,7 @@ class Stopped(Exception):
 def run(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, parts: int = 99) -> list[str]:
     """Run the stage; the pool stops after so many parts, the last ones first. Gives what was said."""
 
-    def pool(_run: Any, _stage: str, _unit: str, todo: list[Any], build: Any, *_: Any) -> None:
+    def pool(_run: Any, _stage: str, _unit: str, todo: list[Any], build: Any, *_: Any, **__: Any) -> None:
         worker = build()
         for number, unit in enumerate(reversed(todo)):
             if number == parts:
