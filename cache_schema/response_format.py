@@ -64,6 +64,13 @@ def conversation_id(sample_id: str) -> str:
     return base if mark and number.isdecimal() else sample_id
 
 
+def prompt_id(sample_id: str) -> str:
+    """The row of the prompts that a sample goes back to: the conversation's id without the `~2` of a second answer."""
+    conversation = conversation_id(sample_id)
+    base, mark, number = conversation.rpartition("~")
+    return base if mark and number.isdecimal() else conversation
+
+
 def to_table(responses: Sequence[Response], where: str) -> pa.Table:
     seen: set[str] = set()
     for r in responses:

@@ -35,6 +35,7 @@ from cache_schema.response_format import (
     conversation_id,
     list_offsets,
     list_values,
+    prompt_id,
     to_response,
     to_table,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "committed_parts",
     "conversation_id",
     "create_responses",
+    "prompt_id",
     "read_rejects",
     "write_part",
     "write_rejects",

@@ -168,11 +168,13 @@ def given_samples(
 
 def _answer_ids(chat: ChatTemplate, context: FittedPrompt, answer: Message, k: int, tools: Tools) -> list[int]:
     """Ids of a given answer behind its context."""
-    prefix_text = chat.text(context.messages, tools, ask=True)
     full_text = chat.text([*context.messages, answer], tools)
     prefix, full = context.ids, chat.ids(full_text)
     same = full[: len(prefix)] == prefix
-    rest = full[len(prefix) :] if same else _rest_by_text(chat, prefix_text, full_text, prefix, full)
+    if same:
+        rest: list[int] | None = full[len(prefix) :]
+    else:
+        rest = _rest_by_text(chat, chat.text(context.messages, tools, ask=True), full_text, prefix, full)
     if rest is None:
         at = next((i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), len(full))
         raise SampleRefused(

@@ -40,7 +40,7 @@ _SHOWN = 60
 _SHOWN_FIELDS = 8
 _CONTENT_ID_DIGITS = 16
 _SUFFIX_BYTES = len("~99999#turn-99999")
-_TURN_ID = re.compile(r"#turn-\d+\Z")
+_SAMPLE_ID = re.compile(r"(#turn-|~)\d+\Z")
 
 
 class Reason(StrEnum):
@@ -149,8 +149,8 @@ def _require_id(name: str, value: str) -> None:
     if len(value.encode()) > longest:
         detail = f"{name} is {shown(value)} of {len(value.encode())} bytes; expected at most {longest}"
         raise SampleRefused(Reason.BAD_ID, detail)
-    if _TURN_ID.search(value):
-        detail = f"{name} is {shown(value)}; expected no #turn-<number> at its end, which names a later turn's sample"
+    if _SAMPLE_ID.search(value):
+        detail = f"{name} is {shown(value)}; expected neither ~<number> nor #turn-<number> at its end: samples end so"
         raise SampleRefused(Reason.BAD_ID, detail)
 
 

@@ -366,6 +366,33 @@ def test_a_shortened_prompt_is_the_longest_that_fits(messages: list[dict[str, An
     assert found.n_left_out == len(messages) - len(fits[0])
 
 
+@settings(max_examples=100, deadline=None)
+@given(CASES, st.integers(20, 140), st.sampled_from(["drop", "shorten"]), st.lists(TEXTS, min_size=12, max_size=12))
+def test_under_a_limit_every_turn_is_in_one_sample_or_has_a_reason(
+    case: tuple[str, list[dict[str, Any]], bool], max_tokens: int, too_long: Any, said: list[str]
+) -> None:
+    name, messages, with_tools = case
+    chat, tools = CHATS[name], TOOLS if with_tools else None
+    limit = PromptLimit(max_tokens=max_tokens, too_long=too_long)
+    dialogue, log = play(chat, messages, says(chat, *said), tools, limit)
+    turns = [n for s in samples_of(dialogue) for n in s.turns]
+    assert turns == list(range(1, len(log) + 1))
+    lost = [(suffix, reason) for suffix, reason, _ in dialogue.notes if reason != "prompt_shortened"]
+    if lost:  # the first turn that could not be asked, and with it those behind it
+        assert lost == [(f"#turn-{len(log) + 1}" if log else "", "prompt_too_long")]
+    assert bool(lost) == (len(log) < dialogue.n_turns)
+    assert all(len(prompt.ids) <= max_tokens for prompt, _ in log)
+    assert too_long == "shorten" or len(lost) == len(dialogue.notes)
+    try:
+        kept = given_samples(chat, messages, tools, limit)
+    except SampleRefused:
+        return
+    n_answers = sum(m["role"] == "assistant" for m in messages)
+    numbers = [n for s in kept.samples for n in s.turns] + [int(r.suffix.rpartition("-")[2] or 1) for r in kept.refused]
+    assert sorted(numbers) == list(range(1, n_answers + 1))
+    assert all(len(context) <= max_tokens for s in kept.samples for context, _ in stretches(s))
+
+
 @pytest.mark.parametrize("mode", ["regenerate", "keep"])
 @pytest.mark.parametrize("too_long", ["drop", "shorten"])
 def test_a_turn_whose_context_is_too_long_is_dropped_or_shortened(mode: str, too_long: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_schema.responses import conversation_id, prompt_id
 from stages.config import ConfigError, GenerateConfig, PromptsConfig, SourceConfig
 from stages.conversation import Conversation
 from stages.errors import PromptError
@@ -132,20 +133,25 @@ def test_a_file_given_twice_repeats_its_ids(tmp_path: Path) -> None:
 
 
 def test_ids_leave_room_for_the_names_of_samples(tmp_path: Path) -> None:
-    rows = [{"prompt": "x", "id": i} for i in ("i" * 238, "i" * 239, "a#turn-2", "a#turn-x")]
+    ids = ["i" * 238, "i" * 239, "a#turn-2", "a#turn-x", "a~12", "~", "a~b"]
+    rows = [{"prompt": "x", "id": i} for i in ids]
     (tmp_path / "a").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = mixed(tmp_path, SourceConfig(path="a"))
-    assert ids_of(found) == ["i" * 238, "a#turn-x"]
-    assert [(r.line, r.reason) for r in found.rejects] == [(2, "bad_id"), (3, "bad_id")]
+    assert ids_of(found) == ["i" * 238, "a#turn-x", "~", "a~b"]
+    assert [(r.line, r.reason) for r in found.rejects] == [(2, "bad_id"), (3, "bad_id"), (5, "bad_id")]
+    for sample_id in ids_of(found):
+        for made, conversation in ((sample_id, sample_id), (f"{sample_id}~3", f"{sample_id}~3")):
+            assert [conversation_id(made + t) for t in ("", "#turn-2")] == [conversation] * 2
+            assert [prompt_id(made + t) for t in ("", "#turn-2")] == [sample_id] * 2
     assert "expected at most 238" in found.rejects[0].detail
-    assert "names a later turn's sample" in found.rejects[1].detail
+    assert "expected neither ~<number> nor #turn-<number>" in found.rejects[1].detail
 
 
 def test_several_answers_have_ids_of_their_own() -> None:
-    asked = [Conversation(i, [{"role": "user", "content": i}], "c") for i in ("x", "x~1")]
+    asked = [Conversation(i, [{"role": "user", "content": i}], "c") for i in ("x", "y")]
     assert answers_of(asked, 1) == asked
     ids = [c.sample_id for c in answers_of(asked, 3)]
-    assert ids == ["x~1", "x~2", "x~3", "x~1~1", "x~1~2", "x~1~3"]
+    assert ids == ["x~1", "x~2", "x~3", "y~1", "y~2", "y~3"]
     assert [c.messages for c in answers_of(asked, 3)] == [asked[0].messages] * 3 + [asked[1].messages] * 3
     assert turn_suffix(1) == ""
 

@@ -299,6 +299,7 @@ def test_to_json_has_every_setting(tmp_path: Path) -> None:
     assert out["run"] == "runs/small"
     assert out["prompts"]["sources"][1] == {
         "path": "b.jsonl", "subset": None, "split": "train", "category": None, "limit": 5,
+        "cap": None, "weight": None,
     }  # fmt: skip
 
 
