@@ -105,6 +105,7 @@ def speed(folder: Path, setting: Setting, rounds: int) -> Row:
     cold = [drop_cached(path) for path, _ in readers.values()]
     if all(cold):
         from_disk = least_by_item(ways_to_read, reading.order, min(rounds, 2), lambda name: _drop(readers[name][0]))
+    reading.close()
     shutil.rmtree(folder)
     return {
         "hidden": setting.hidden,

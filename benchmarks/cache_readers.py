@@ -45,7 +45,12 @@ class Reading:
         self.starts = dict(zip(tokens, offsets_of(list(tokens.values())).tolist(), strict=False))
         rng = np.random.default_rng(SEED + 2)
         self.stops = {sample_id: int(rng.integers(1, n + 1)) for sample_id, n in tokens.items()}
+        self._file = (folder / "raw").open("rb", buffering=0)
         self.buffer = np.empty((MAX_TOKENS, *setting.row_shape), np.uint16)
+
+    def close(self) -> None:
+        """No way reads any more."""
+        self._file.close()
 
     def readers(self) -> dict[str, tuple[Path, Callable[[str], int]]]:
         """Each way by its name: where its files lie, and what reads a sample and returns its bytes."""
@@ -67,7 +72,7 @@ class Reading:
         return {name: (self.folder / written, read) for name, (written, read) in ways.items()}
 
     def _raw(self) -> Callable[[str, int, NDArray[np.uint16] | None], int]:
-        file = (self.folder / "raw").open("rb", buffering=0)
+        file = self._file
 
         def read(sample_id: str, rows: int, buffer: NDArray[np.uint16] | None) -> int:
             out = np.empty((rows, *self.setting.row_shape), np.uint16) if buffer is None else buffer

@@ -2,6 +2,7 @@
 
     python -m benchmarks.frontier                      bytes, errors, CPU time
     python -m benchmarks.frontier --tau-steps 130      and the same short training from each (hours)
+    python -m benchmarks.frontier --louder 8           as if the target's outlier channels were 8 times louder
 
 The hidden states are those of the demo's target on its own answers to the demo's prompts (`recipes/demo.yaml`); they
 are made on the first call (about four minutes on two cores) and kept. Results go to `<folder>/frontier.json` and
@@ -53,9 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     features = frontier_data.load(_ensure_features(folder))
-    scale_LD = channel_scale(_calibration(features))
     schemes = [parse(name) for name in options.schemes or SCHEMES]
-    rows = measure_bytes(schemes, _spread(features, options.tokens), scale_LD)
+    states_TLD, calibration_TLD = _spread(features, options.tokens), _calibration(features)
+    scale_LD = channel_scale(calibration_TLD)
+    if options.louder != 1:
+        factor_LD = torch.where(frontier_bytes.outliers(states_TLD), float(options.louder), 1.0)
+        scale_LD = channel_scale(calibration_TLD.float() * factor_LD)
+        print(table(measure_bytes(schemes, (states_TLD.float() * factor_LD).bfloat16(), scale_LD)))
+        return
+    rows = measure_bytes(schemes, states_TLD, scale_LD)
     if options.tau_steps:
         train_all(features, scale_LD, options.schemes or TAU_SCHEMES, options.tau_steps, folder / "tau.jsonl")
     add_tau(rows, folder / "tau.jsonl")
@@ -179,6 +186,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/frontier"), help="hidden states and results")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the bytes and error part")
     parser.add_argument("--tau-steps", type=int, default=0, help="steps of each training; 0 trains nothing")
+    parser.add_argument("--louder", type=float, default=1, help="multiply the outlier channels, print only")
     parser.add_argument("--schemes", nargs="*", help="only these, e.g. int8-6b-64 (both parts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser.parse_args(arguments)

@@ -71,12 +71,17 @@ class Errors:
         return asdict(self) | {"all": float(np.mean(self.all_L)), "inner": float(np.mean(self.inner_L))}
 
 
+def outliers(states_TLD: torch.Tensor) -> torch.Tensor:
+    """Which channels carry the most energy, bool [L, D]: `OUTLIER_SHARE` of each layer's."""
+    energy_LD = states_TLD.double().square().sum(0)
+    loudest = energy_LD.topk(round(OUTLIER_SHARE * energy_LD.shape[1]), dim=1).indices
+    return torch.zeros_like(energy_LD, dtype=torch.bool).scatter_(1, loudest, True)
+
+
 def errors(exact_TLD: torch.Tensor, restored_TLD: torch.Tensor) -> Errors:
     """How far restored states (float32) are from the exact ones."""
     x, e = exact_TLD.double(), restored_TLD.double() - exact_TLD.double()
-    energy_LD = x.square().sum(0)
-    n_outliers = round(OUTLIER_SHARE * x.shape[-1])
-    inner_LD = torch.ones_like(energy_LD).scatter_(1, energy_LD.topk(n_outliers, dim=1).indices, 0.0)
+    energy_LD, inner_LD = x.square().sum(0), (~outliers(exact_TLD)).double()
     token = (e.square() * inner_LD).sum(-1).div((x.square() * inner_LD).sum(-1)).sqrt()
     return Errors(
         all_L=e.square().sum((0, 2)).div(energy_LD.sum(1)).sqrt().tolist(),

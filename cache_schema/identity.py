@@ -128,7 +128,7 @@ class CacheIdentity(_Identity):
     feature_dtype: str
     """`bfloat16`, `float16`, `float8_e4m3fn` or `int8`."""
     feature_bits: int | None = None
-    """Bits of a code, 4 to 8; only for int8."""
+    """Fineness of the codes, 4 to 8 bits; only for int8 and float8, where None means the finest."""
     feature_group: int | None = None
     """Channels that share a scale; only for float8 and int8, where None means all of them."""
     last_hidden: bool

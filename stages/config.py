@@ -222,8 +222,8 @@ class GenerateConfig:
 
 PROFILES: dict[str, dict[str, Any]] = {
     "exact": {"dtype": "bfloat16", "bits": None, "group": None, "compression": "none"},
-    "compact": {"dtype": "int8", "bits": 8, "group": None, "compression": "zstd"},
-    "tiny": {"dtype": "int8", "bits": 7, "group": None, "compression": "zstd"},
+    "compact": {"dtype": "float8_e4m3fn", "bits": 5, "group": None, "compression": "zstd"},
+    "tiny": {"dtype": "float8_e4m3fn", "bits": 4, "group": None, "compression": "zstd"},
 }
 """What a cache profile stands for; the figures behind the choice are in docs/cache.md."""
 
@@ -236,13 +236,13 @@ class CacheConfig:
     """Feature layers, uniformly spaced (specification, section 1)."""
     layer_ids: tuple[int, ...] | None = identity(None)
     """Explicit layer ids instead, strictly increasing, 0-based."""
-    profile: Literal["exact", "compact", "tiny"] | None = execution(None)
+    profile: Literal["exact", "compact", "tiny"] | None = identity(None)
     """A named choice of the four settings below: `exact` keeps the target's bfloat16 states, `compact` and `tiny` are
-    quantised (see docs/cache.md for what each costs and keeps)."""
+    quantised (see docs/cache.md for what each costs and keeps). Once read, those four settings take its place."""
     dtype: Literal["bfloat16", "float16", "float8_e4m3fn", "int8"] | None = identity(None)
     """Type of the stored features; None takes the profile's, or bfloat16."""
     bits: int | None = identity(None)
-    """Bits of an int8 code, 8 to 4 (fewer levels; compression packs them); None takes the profile's, or 8."""
+    """Fineness of int8 and float8 codes, 8 to 4 bits (compression packs them); None takes the profile's, or 8."""
     group: int | None = identity(None)
     """Channels that share a scale (float8, int8); None takes the profile's, or all of a layer."""
     compression: Literal["none", "zstd", "blosc-lz4", "blosc-zstd"] | None = execution(None)
@@ -293,6 +293,7 @@ class CacheConfig:
                 object.__setattr__(self, name, chosen[name])
         if self.dtype == "int8" and self.bits is None:
             object.__setattr__(self, "bits", 8)
+        object.__setattr__(self, "profile", None)
         if self.compression is None:
             object.__setattr__(self, "compression", "zstd" if self.dtype in QUANTISED else "none")
 

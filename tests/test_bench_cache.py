@@ -13,7 +13,6 @@ pytest.importorskip("tensorstore")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # zarrs and TensorStore are measured as they are
 def test_a_quick_run_has_every_way_and_no_leftovers(tmp_path: Path) -> None:
     from benchmarks.cache import run
 

@@ -152,7 +152,7 @@ def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path) ->
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
     assert again.returncode == 1
-    assert "feature_dtype: found 'int8', expected 'bfloat16'" in again.stderr
+    assert "feature_dtype: found 'float8_e4m3fn', expected 'bfloat16'" in again.stderr
 
 
 def first_commit(folder: str, pattern: str) -> Callable[[Path], bool]:

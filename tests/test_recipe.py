@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import RecipeError
 from pipeline.recipe import STAGES, Recipe, load_recipe
 from pipeline.yaml_text import parse_yaml
-from stages.config import identity_fields
+from stages.config import PROFILES, CacheConfig, ConfigError, identity_fields
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,7 +110,7 @@ def test_yaml_that_is_refused(text: str, message: str) -> None:
         ("train: {lr: true}", "train.lr: found true (a boolean), expected a number"),
         ("train: {bf16: 1}", "train.bf16: found 1 (an integer), expected true or false"),
         ("train: {epochs: null}", "train.epochs: found nothing (null), expected an integer"),
-        ("cache: {dtype: bf16}", "cache.dtype: found 'bf16' (a text), expected 'bfloat16' or 'float16'"),
+        ("cache: {dtype: bf16}", "cache.dtype: found 'bf16' (a text), expected 'bfloat16', 'float16', 'float8_e4m3fn' or 'int8'"),
         ("cache: {layer_ids: 3}", "cache.layer_ids: found 3 (an integer), expected a list"),
         ("cache: {layer_ids: [1, x]}", "cache.layer_ids.1: found 'x' (a text), expected an integer"),
         ("cache: {layer_ids: [2, 1]}", "cache.layer_ids is (2, 1), but the ids must be strictly increasing"),
@@ -319,3 +319,28 @@ def test_the_real_recipe_has_the_settings_of_the_paper() -> None:
     assert (train.epochs, recipe.cache.max_length) == (6, 3072)
     assert recipe.target.chat_template_kwargs == {"enable_thinking": False}
     assert sum(s.limit or 0 for s in recipe.prompts.sources) == 800_000
+
+
+@pytest.mark.parametrize("profile", ["exact", "compact", "tiny"])
+def test_a_profile_is_short_for_its_settings(profile: str) -> None:
+    chosen = PROFILES[profile]
+    by_name, one_by_one = CacheConfig(profile=profile), CacheConfig(**chosen)  # type: ignore[arg-type]
+    assert by_name == one_by_one == CacheConfig(profile=profile, **chosen)  # type: ignore[arg-type]
+    assert dataclasses.replace(by_name, max_length=99).dtype == chosen["dtype"]
+    with pytest.raises(ConfigError, match=r"cache\.dtype is 'float16', but cache\.profile .* stands for"):
+        CacheConfig(profile=profile, dtype="float16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat16", "bits": 5}, "bfloat16 features have bits 5"),
+        ({"dtype": "int8", "bits": 3}, "bits 3; it must be 4 to 8"),
+        ({"dtype": "float16", "group": 32}, "have a group of 32"),
+        ({"dtype": "int8", "group": 0}, "a group of 0 channels"),
+        ({"max_bytes": 0}, "cache.max_bytes is 0"),
+    ],
+)
+def test_impossible_feature_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**settings)
