@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.costs import (
     CACHE_DTYPES,
+    PROFILE_SHARE,
     drafter_parameters,
     frozen_parameters,
     prefill_flops,
@@ -22,6 +23,7 @@ from pipeline.costs import (
 from pipeline.recipe import Recipe
 from pipeline.report_text import bytes_text, count_text
 from pipeline.sample_counts import SampleCounts, count_samples
+from stages.config import PROFILES
 
 if TYPE_CHECKING:
     from stages.drafter import DrafterSpec
@@ -115,13 +117,20 @@ def _cache(recipe: Recipe, spec: DrafterSpec, counts: SampleCounts) -> dict[str,
 
     form = recipe.cache.format
     own = token_bytes(D, n, form.dtype, last_hidden=recipe.cache.last_hidden, groups=form.n_groups(D))
+    by_profile = {name: total("bfloat16", False) * share for name, share in PROFILE_SHARE.items()}
+    settings = {name: getattr(recipe.cache, name) for name in PROFILES["exact"]}
+    profile = next((name for name, chosen in PROFILES.items() if chosen == settings), None)
+    last_hidden = round(tokens * own.get("last_hidden", 0))
+    stored = round(by_profile[profile]) + last_hidden if profile in ("compact", "tiny") else None
     return {
         "dtype": form.dtype,
+        "profile": profile,
         "last_hidden": recipe.cache.last_hidden,
         "token_bytes": sum(own.values()),
-        "bytes": round(tokens * sum(own.values())),
+        "bytes": stored or round(tokens * sum(own.values())),
         "shard_bytes": recipe.cache.shard_bytes,
         "n_shards": math.ceil(tokens * own["features"] / recipe.cache.shard_bytes),
+        "by_profile": {name: round(size) for name, size in by_profile.items()},
         "by_dtype": {
             dtype: {"bytes": total(dtype, False), "bytes_with_last_hidden": total(dtype, True)}
             for dtype in CACHE_DTYPES
@@ -200,6 +209,11 @@ def render_plan(plan: dict[str, Any], width: int = 110) -> str:
     return text.getvalue()
 
 
+def _cache_text(cache: dict[str, Any]) -> str:
+    kind = f"{cache['profile']}: {cache['dtype']}" if cache["profile"] else cache["dtype"]
+    return f"{kind}, {cache['token_bytes']:,} B per token before compression"
+
+
 def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     target, samples, cache, drafter = plan["target"], plan["samples"], plan["cache"], plan["drafter"]
     train, extract, disk = plan["train"], plan["extract"], plan["disk"]
@@ -207,6 +221,10 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     by_dtype = [
         (f"  as {dtype}", f"{bytes_text(b['bytes'])}; {bytes_text(b['bytes_with_last_hidden'])} with last_hidden")
         for dtype, b in cache["by_dtype"].items()
+    ]
+    by_profile = [
+        (f"  profile {name}", f"about {bytes_text(size)} ({PROFILE_SHARE[name]:.2f} of bfloat16, as with SmolLM2)")
+        for name, size in cache["by_profile"].items()
     ]
     shards = f"{count_text(cache['n_shards'])} shards of {bytes_text(cache['shard_bytes'])}"
     steps = f"{count_text(train['steps_per_epoch'])} per epoch, {train['epochs']} epochs, {train['samples']:,} samples"
@@ -217,8 +235,9 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{count_text(samples['n_samples'])} ({samples['n_samples_source']})"),
         ("tokens per sample", f"{samples['mean_tokens']:.0f} ({samples['mean_tokens_source']})"),
         ("tokens", count_text(samples["n_tokens"])),
-        ("cache", f"{bytes_text(cache['bytes'])} ({cache['dtype']}, {cache['token_bytes']:,} B per token), {shards}"),
+        ("cache", f"{bytes_text(cache['bytes'])} ({_cache_text(cache)}), {shards}"),
         *by_dtype,
+        *by_profile,
         ("drafter", f"{count_text(drafter['parameters'])} parameters in {drafter['tensors']} tensors"),
         ("frozen beside it", f"{count_text(drafter['frozen_parameters'])} parameters (embedding and head)"),
         ("target prefill", f"{flops_text(extract['prefill_flops'])}, {extract['layers_run']} layers"),

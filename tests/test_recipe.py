@@ -110,7 +110,7 @@ def test_yaml_that_is_refused(text: str, message: str) -> None:
         ("train: {lr: true}", "train.lr: found true (a boolean), expected a number"),
         ("train: {bf16: 1}", "train.bf16: found 1 (an integer), expected true or false"),
         ("train: {epochs: null}", "train.epochs: found nothing (null), expected an integer"),
-        ("cache: {dtype: bf16}", "cache.dtype: found 'bf16' (a text), expected 'bfloat16', 'float16', 'float8_e4m3fn' or 'int8'"),
+        ("cache: {dtype: bf16}", "cache.dtype: found 'bf16' (a text), expected 'bfloat16', 'float16', 'float8_e4m3f"),
         ("cache: {layer_ids: 3}", "cache.layer_ids: found 3 (an integer), expected a list"),
         ("cache: {layer_ids: [1, x]}", "cache.layer_ids.1: found 'x' (a text), expected an integer"),
         ("cache: {layer_ids: [2, 1]}", "cache.layer_ids is (2, 1), but the ids must be strictly increasing"),
