@@ -118,7 +118,7 @@ def test_long_conversations_are_dropped_or_shortened_and_counted(tmp_path: Path,
 
 
 def test_what_is_kept_is_told_by_its_reason() -> None:
-    assert KEPT_REASONS == {Reason.PROMPT_SHORTENED, Reason.UNANSWERED_TURN}
+    assert {Reason.PROMPT_SHORTENED, Reason.UNANSWERED_TURN} == KEPT_REASONS
 
 
 def test_a_question_behind_the_last_given_answer_is_noted(tmp_path: Path) -> None:
