@@ -26,7 +26,8 @@ from typing import Any
 from stages.anchors import stable_key
 from stages.config import GenerateConfig, TargetConfig
 from stages.engine import CONTEXT_LENGTH, Answer, EngineError, Prompt, Refusal
-from stages.engine_servers import FIRST_WAIT_S, Failure, Reply, Server, Servers
+from stages.engine_http import MODELS, Reply
+from stages.engine_servers import FIRST_WAIT_S, Failure, Server, Servers
 from stages.engine_tokens import (
     ROUND_TRIP,
     TokenReader,
@@ -36,7 +37,7 @@ from stages.engine_tokens import (
     token_list,
 )
 
-COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
+COMPLETIONS = "/v1/completions"
 DECLINED = "declined"
 _TOO_LONG = ("context length", "context_length", "maximum model length", "max_model_len", "too long", "longer than the")
 _PROBE = "Hello there"

@@ -289,6 +289,15 @@ def test_a_server_that_dies_stops_the_work_and_is_found_again() -> None:
         assert all(isinstance(o, Answer) for o in ask(engine))
 
 
+def test_a_server_that_hangs_is_told_from_one_that_is_slow(server: CompletionServer) -> None:
+    engine = make_engine(server, timeout_s=0.3)
+    server.behave = lambda r: Change(delay_s=1.0)
+    assert {o.reason for o in ask(engine) if isinstance(o, Refusal)} == {"timed_out"}
+    server.models = Change(delay_s=1.0)
+    with pytest.raises(EngineError, match=r"down: .* (nor anything else|does not name its models in 0.3 s)"):
+        ask(engine)
+
+
 def test_another_model_is_refused_unless_the_recipe_says_it_is_the_same(server: CompletionServer) -> None:
     server.model = "tiny-awq"
     with pytest.raises(EngineError, match=r"serves tiny-awq, the recipe's target is 'tiny'.*generate\.server_model"):
@@ -401,6 +410,17 @@ def test_one_of_two_servers_may_be_absent_from_the_start() -> None:
         time.sleep(0.2)
         with absent.running():
             assert all(isinstance(o, Answer) for o in ask(engine))
+
+
+def test_a_sample_that_a_living_server_fails_on_is_refused_though_another_server_is_down(
+    server: CompletionServer,
+) -> None:
+    absent = CompletionServer(TOKENIZER, port=free_port())
+    server.behave = lambda r: Say(500, "boom") if r.prompt_ids == PROMPTS[0].ids else None
+    first, *others = ask(make_engine(absent, server, retries=8), PROMPTS[:4])
+    assert isinstance(first, Refusal)
+    assert (first.reason, "boom" in first.detail) == ("server_error", True)
+    assert all(isinstance(o, Answer) for o in others)
 
 
 def test_urls_may_end_in_v1(server: CompletionServer) -> None:

@@ -174,8 +174,11 @@ def _handler(served: CompletionServer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             served.n_listed += 1
+            if isinstance(served.models, Change):
+                time.sleep(served.models.delay_s)
             card = {"id": served.model, "object": "model", "root": served.root}
-            self._send(served.models or Say(200, {"object": "list", "data": [card]}))
+            told = None if isinstance(served.models, Change) else served.models
+            self._send(told or Say(200, {"object": "list", "data": [card]}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
