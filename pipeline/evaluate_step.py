@@ -62,16 +62,19 @@ def run_evaluate(run: Run) -> None:
 
 
 def _require_unseen(run: Run, conversations: Any) -> None:
-    """Evaluation prompts must not be among those trained on: by content, whatever their ids."""
+    """Evaluation prompts must not be among those trained on: by what the user said, whatever ids and answers."""
     from cache_schema.responses import ResponsesTable
     from stages.prompts import to_prompt
 
-    seen = {canonical_json(r.messages): r.sample_id for r in ResponsesTable.open(run.folder.responses)}
-    both = [
-        (c.sample_id, seen[canonical_json([dict(m) for m in to_prompt(c).messages])])
-        for c in conversations
-        if canonical_json([dict(m) for m in to_prompt(c).messages]) in seen
-    ]
+    def asked(messages: Any) -> list[str]:
+        return [canonical_json(dict(m)) for m in messages if m["role"] != "assistant"]
+
+    seen: dict[tuple[str, ...], str] = {}
+    for response in ResponsesTable.open(run.folder.responses):
+        said = asked(response.messages)
+        seen |= {tuple(said[: n + 1]): response.sample_id for n in range(len(said))}
+    prompts = [(c.sample_id, tuple(asked(to_prompt(c).messages))) for c in conversations]
+    both = [(sample_id, seen[said]) for sample_id, said in prompts if said in seen]
     if both:
         raise PipelineError(
             f"evaluate.sources: {len(both)} prompts were trained on too, the first is {both[0][0]!r} (training sample "

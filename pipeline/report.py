@@ -50,21 +50,21 @@ def collect_report(run: Path, recipe: dict[str, Any] | None = None) -> dict[str,
         raise PipelineError(f"{run}: no such run folder, so there is nothing to report; run `dflash run RECIPE` first")
     problems: list[str] = []
     dropped = Dropped()
+    settings = finite(recipe) if recipe is not None else read_json(run / "recipe.json", problems)
+    cache = as_dict(as_dict(settings).get("cache")).get("path") or run / "cache"
     report: dict[str, Any] = {
         "report_version": REPORT_VERSION,
         "run": str(run),
-        "recipe": finite(recipe) if recipe is not None else read_json(run / "recipe.json", problems),
+        "recipe": settings,
         "headline": {},
         "responses": read_responses(run / "responses", dropped, problems),
-        "cache": None,
+        "cache": read_cache(cache, dropped, problems),
         "train": read_train(run / "train", problems),
         "evaluate": read_evaluate(run / "evaluate", problems),
         "stages": read_stages(run, problems),
         "dropped": dropped.rows(),
         "problems": problems,
     }
-    place = as_dict(as_dict(report["recipe"]).get("cache")).get("path") or run / "cache"
-    report["cache"] = read_cache(place, dropped, problems)
     report["headline"] = headline(report)
     return report
 

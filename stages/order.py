@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_schema.plan import ShardPlan
+from cache_schema.response_format import prompt_id
 from stages.anchors import Ints, stable_key
 from stages.config import TrainConfig
 from stages.errors import TrainingError
@@ -36,19 +37,22 @@ _KEPT_ROUNDS = 2
 
 
 def heldout_mask(sample_ids: list[str], seed: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which samples are kept out of training, by hash of their ids, [samples]."""
+    """Which samples are kept out of training, by hash of the ids of the prompts that they go back to, [samples].
+
+    By prompt, so that a second answer or a later turn is never trained on while the first is held out.
+    """
     start = hashlib.sha256(f"heldout\x1f{seed}\x1f".encode())
     digests = bytearray()
     for sample_id in sample_ids:
         digest = start.copy()
-        digest.update(sample_id.encode())
+        digest.update(prompt_id(sample_id).encode())
         digests += digest.digest()[8:16]
     # The upper half of the same 128-bit key that `stable_key` gives.
     return np.frombuffer(digests, "<u8") < np.uint64(round(share * 2**64))
 
 
 def is_heldout(sample_id: str, seed: int, share: float) -> bool:
-    """Whether a sample is kept out of training, by hash of its id."""
+    """Whether a sample is kept out of training, by hash of the id of its prompt."""
     return bool(heldout_mask([sample_id], seed, share)[0])
 
 

@@ -215,3 +215,11 @@ def test_a_million_samples_are_no_matter() -> None:
     heldout_mask(plan.sample_ids[:100_000], 0, 0.01)
     assert time.process_time() - began < 0.5
     assert made < 6
+
+
+def test_what_goes_back_to_one_prompt_is_held_out_together() -> None:
+    ids = [f"row-{i}" for i in range(300)]
+    plain = heldout_mask(ids, 3, 0.2)
+    assert 20 < plain.sum() < 110
+    for suffix in ("~2", "#turn-2", "~3#turn-1"):
+        np.testing.assert_array_equal(heldout_mask([f"{s}{suffix}" for s in ids], 3, 0.2), plain)
