@@ -19,7 +19,7 @@ from cache_schema import names
 from cache_schema.errors import CacheError, ShardCorrupt, ShardNotCommitted
 from cache_schema.manifest import create_cache
 from cache_schema.marker import CommitMarker, create_marker, read_marker
-from cache_schema.storage import Location, ObjectWriter, Storage, open_storage
+from cache_schema.storage import FolderStorage, Location, ObjectWriter, Storage, open_storage
 from cache_schema.survey import Survey, survey
 from cache_schema.verify import verify_group
 
@@ -64,8 +64,7 @@ def plan_copy(source: Location, destination: Location, shards: Iterable[str] | N
         OSError: as the storages gave it.
     """
     found, target = survey(source), open_storage(destination)
-    if found.storage.url == target.url:
-        raise CacheError(f"{target.url} is both source and destination; give another destination")
+    _require_apart(found.storage, target)
     selected = found.plan.shards() if shards is None else list(dict.fromkeys(shards))
     for shard in selected:
         found.plan.samples(shard)
@@ -89,6 +88,15 @@ def plan_copy(source: Location, destination: Location, shards: Iterable[str] | N
         present=[marker.shard for marker in present],
         missing=[shard for shard in selected if shard not in found.markers],
     )
+
+
+def _require_apart(source: Storage, destination: Storage) -> None:
+    """Refuse a destination that is the source, or lies in it, however the two are written."""
+    a, b = (str(s.root.resolve()) if isinstance(s, FolderStorage) else s.url for s in (source, destination))
+    if a == b:
+        raise CacheError(f"{destination.url} is both source and destination; give another destination")
+    if b.startswith(a.rstrip("/") + "/"):
+        raise CacheError(f"{destination.url} lies inside the source, {source.url}; give another destination")
 
 
 def _is_there(destination: Survey, marker: CommitMarker) -> bool:
@@ -165,8 +173,8 @@ def copy_shard(
     storage, prefix = plan.destination, names.group_key(copied.group)
     try:
         _copy_objects(plan.source.storage, names.group_key(marker.group), storage, prefix, progress, stop)
-        storage.sync(prefix)
         _require_whole(plan, marker, copied)
+        storage.sync(prefix)
         if create_marker(storage, copied):
             return copied
     except BaseException:

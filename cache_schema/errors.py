@@ -15,6 +15,10 @@ class CacheError(DFlashError):
     """Something on disk is not what it has to be."""
 
 
+class UnknownName(CacheError):
+    """A shard or sample was asked for that the plan does not have."""
+
+
 class ShardNotCommitted(CacheError, FileNotFoundError):
     """The shard has no commit marker: it does not exist yet, whatever files lie about."""
 

@@ -28,6 +28,8 @@ from cache_schema.ledger import LedgerRow
 from cache_schema.storage import FolderStorage, Storage
 
 _REQUESTS = 32
+_SHOWN = 80
+"""Characters of what is wrong with a marker that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +163,8 @@ def read_marker(storage: Storage, shard: str) -> CommitMarker:
             f"{shard} is not committed: {storage.where(key)} is missing; run the extract stage, it goes on where it "
             "stopped"
         ) from None
+    except IsADirectoryError:
+        raise ShardCorrupt(f"{storage.where(key)} is a folder, no commit marker; {remedy(shard)}") from None
     return decode_marker(raw, shard, storage.where(key))
 
 
@@ -177,13 +181,15 @@ def decode_marker(raw: bytes, shard: str, where: str) -> CommitMarker:
         signed, end = raw.replace(f'"checksum":"{checksum}",'.encode(), b"", 1)[:-1], raw[-1:]
         if body["schema_version"] != CACHE_SCHEMA_VERSION:
             raise SchemaVersion(
-                f"{where} has schema version {body['schema_version']!r}, but this code reads {CACHE_SCHEMA_VERSION}"
+                f"{where} has schema version {str(body['schema_version'])[:_SHOWN]}, but this code reads {CACHE_SCHEMA_VERSION}"
             )
         if sha256_bytes(signed) != checksum or end != b"\n":
             raise ShardCorrupt(f"{where} does not match its own checksum; {remedy(shard)}")
         marker = _from_json(body)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ShardCorrupt(f"{where} is not a commit marker ({error!r}); {remedy(shard)}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # No cause: that of bytes which are no text has all of them in its repr.
+        what = f"{type(error).__name__}: {str(error)[:_SHOWN]}"
+        raise ShardCorrupt(f"{where} is not a commit marker ({what}); {remedy(shard)}") from None
     if marker.shard != shard:
         raise ShardCorrupt(f"{where} is the marker of {marker.shard}, expected {shard}; {remedy(shard)}")
     return marker
@@ -220,6 +226,8 @@ def read_markers(storage: Storage, shards: Iterable[str]) -> dict[str, CommitMar
 def committed_shards(storage: Storage) -> list[str]:
     """Names of all committed shards, in order; resume is the plan minus these."""
     found = [key.removeprefix(f"{names.COMMITS}/") for key, _ in storage.list(names.COMMITS)]
+    if isinstance(storage, FolderStorage):
+        found += storage.folders(names.COMMITS)  # one in a marker's place is damage, no missing shard
     stems = [name.removesuffix(".json") for name in found if name.startswith("shard-") and name.endswith(".json")]
     return sorted(stems, key=names.shard_index)
 
@@ -254,7 +262,10 @@ def discard(storage: Storage, shard: str) -> str | None:
         group = read_marker(storage, shard).group
     except (CacheError, FileNotFoundError):
         group = None
-    storage.delete(names.commit_key(shard))
+    try:
+        storage.delete(names.commit_key(shard))
+    except IsADirectoryError:
+        storage.delete_tree(names.commit_key(shard))
     if group is not None and names.group_shard(group) == shard:
         storage.delete_tree(names.group_key(group))
         return group

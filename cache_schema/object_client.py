@@ -110,6 +110,8 @@ def make_client(obstore: Any, place: ObjectUrl, prefix: str = "") -> Any:
             },
         },
     }
+    if cloud == "AWS":
+        _require_endpoint(place)
     if cloud == "AWS" and _wants_profile():
         options["credential_provider"] = _profile()
     try:
@@ -118,6 +120,17 @@ def make_client(obstore: Any, place: ObjectUrl, prefix: str = "") -> Any:
         if _is_obstore(error):
             raise CacheError(f"{place.text} cannot be opened: {_essence(error)}; see its {cloud}_… settings") from None
         raise
+
+
+def _require_endpoint(place: ObjectUrl) -> None:
+    """Check the server's address, which obstore's library does not survive when it is no URL."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        value = os.environ.get(name)
+        if value is not None and (not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", value)):
+            raise CacheError(
+                f"{place.text} cannot be opened: {name} (not shown) has to be an address like http://127.0.0.1:9000 "
+                "or https://s3.example.org, without a user or password; correct it or unset it"
+            )
 
 
 def _wants_profile() -> bool:
@@ -190,6 +203,7 @@ def _essence(error: Exception) -> str:
     """What an error says, on one line and without the query of any URL (it can hold a signature)."""
     line = str(error).split("\n\nDebug source", 1)[0]
     code = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]+)</Message>)?", line)
+    line = re.sub(r"(\w://)[^/\s@]*@", r"\1", line)
     line = re.sub(r"\?\S*", "", re.sub(r":?\s*<\?xml.*", "", line, flags=re.DOTALL))
     line = " ".join(line.split())[:400]
     return f"{line}: {': '.join(filter(None, code.groups()))}" if code else line

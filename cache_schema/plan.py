@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache_schema import names
-from cache_schema.errors import CacheError
+from cache_schema.errors import CacheError, UnknownName
 from cache_schema.identity import canonical_json, sha256_bytes
 from cache_schema.storage import Storage
 
@@ -130,7 +130,7 @@ class ShardPlan:
     def _range(self, shard: str) -> tuple[int, int]:
         index = names.shard_index(shard)
         if index >= self.n_shards:
-            raise CacheError(f"{shard} is not in the plan, which has {self.n_shards} shards")
+            raise UnknownName(f"{shard} is not in the plan, which has {self.n_shards} shards")
         return int(self._bounds[index]), int(self._bounds[index + 1])
 
     @property

@@ -11,10 +11,10 @@ Keys are relative, with `/` between their parts, and never start with one.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +202,8 @@ class FolderStorage(Storage):
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         start = len(f"{self.url}/")  # texts, for a Path of each marker would take as long as reading it
-        found = (f"{folder}/{name}" for folder, _, files in os.walk(self.where(prefix)) for name in files)
+        walk = os.walk(self.where(prefix), onerror=_unless_gone)
+        found = (f"{folder}/{name}" for folder, _, files in walk for name in files)
         for path in sorted(p for p in found if not p.endswith(durable.TEMPORARY_SUFFIX)):
             try:
                 yield path[start:], Path(path).stat().st_size
@@ -243,7 +244,11 @@ class FolderStorage(Storage):
         self._path(key).unlink(missing_ok=True)
 
     def delete_tree(self, prefix: str) -> None:
-        shutil.rmtree(self._path(prefix), ignore_errors=True)
+        for folder, _, files in os.walk(self.where(prefix), topdown=False, onerror=_unless_gone):
+            for name in files:
+                Path(folder, name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                Path(folder).rmdir()
 
     def age_s(self, prefix: str) -> float:
         top = self._path(prefix)
@@ -257,6 +262,12 @@ class FolderStorage(Storage):
 
     def _path(self, key: str) -> Path:
         return Path(self.where(key))
+
+
+def _unless_gone(error: OSError) -> None:
+    """What a walk meets: a folder that is not there (any more) is empty, one that cannot be read is no empty one."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 class _FileReader(ObjectReader):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -200,9 +201,11 @@ class ShardWriter:
         """Give the shard up and remove what this attempt wrote (never what is committed)."""
         self._closed = True
         if not self._is_committed():
-            for array in self._arrays.values():
-                array.abort()
-            self._storage.delete_tree(self._prefix)
+            # What cannot be removed now is garbage for `gc`; the error that led here matters more.
+            with suppress(OSError):
+                for array in self._arrays.values():
+                    array.abort()
+                self._storage.delete_tree(self._prefix)
 
     @property
     def _prefix(self) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from cache_schema.errors import UnknownName
+
 JsonOption = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 CacheArgument = click.argument("cache")
 SeedOption = click.option("--seed", type=int, default=0, show_default=True, help="Which samples: another seed, others.")
@@ -49,7 +51,17 @@ def out(found: Any, as_json: bool, text: Callable[[Any], str], colour: bool = Fa
     click.echo(json.dumps(found, indent=1) if as_json else text(found), color=colour)
 
 
-@click.group("cache")
+class _Group(click.Group):
+    """A name that the cache does not have is a wrong call."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnknownName as error:
+            raise click.UsageError(str(error)) from error
+
+
+@click.group("cache", cls=_Group)
 def cache_group() -> None:
     """Look into a feature cache, check it, mend it, move it.
 
@@ -62,7 +74,7 @@ def cache_group() -> None:
 @CacheArgument
 @JsonOption
 def cache_ls(cache: str, as_json: bool) -> None:
-    """The shards of CACHE: state, samples, tokens, bytes, ledger rows.
+    """The shards of CACHE: state, samples, tokens, bytes, ledger rows. Exit code 1 if a marker is damaged.
 
     \b
     Example: dflash cache ls runs/demo/cache
@@ -70,7 +82,10 @@ def cache_ls(cache: str, as_json: bool) -> None:
     from pipeline.cache_info import cache_shards
     from pipeline.cache_view import shards_table
 
-    out(cache_shards(cache), as_json, shards_table)
+    found = cache_shards(cache)
+    out(found, as_json, shards_table)
+    if any(row["status"] == "corrupt" for row in found["shards"]):
+        sys.exit(1)
 
 
 @cache_group.command("info", short_help="Identity, totals, compression, lengths, ledger.")

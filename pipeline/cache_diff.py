@@ -184,7 +184,8 @@ def diff_lines(found: dict[str, Any]) -> str:
         lines.append(f"and {len(differing) - _SHOWN} more differences of shards (--json lists all)")
     lines += _data_lines(found["data"]) if "data" in found else []
     equal = f"{found['equal_shards']} shards have equal content"
-    return "\n".join([*lines, f"equal: {equal}" if found["equal"] else f"DIFFERENT; {equal}"])
+    by = "" if "data" in found else " by their markers"
+    return "\n".join([*lines, f"equal{by}: {equal}" if found["equal"] else f"DIFFERENT; {equal}"])
 
 
 def _data_lines(data: dict[str, Any]) -> list[str]:

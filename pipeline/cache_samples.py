@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_schema.errors import CacheError
+from cache_schema.errors import UnknownName
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format
 from cache_schema.quantized import dequantize
@@ -50,7 +50,7 @@ def shard_names(planned: Sequence[str], selection: Sequence[str]) -> list[str] |
         selection: texts such as `shard-00042`, `42`, `10-19` or several of these with commas.
 
     Raises:
-        CacheError: there is no such shard.
+        UnknownName: there is no such shard.
     """
     if not selection:
         return None
@@ -59,10 +59,10 @@ def shard_names(planned: Sequence[str], selection: Sequence[str]) -> list[str] |
     for text in (t.strip() for one in selection for t in one.split(",")):
         first, dash, last = text.removeprefix("shard-").partition("-")
         if not first.isdecimal() or not (last.isdecimal() if dash else True):
-            raise CacheError(f"{text!r} names no shard; write shard-00042, 42, or 10-19 for a range")
+            raise UnknownName(f"{text!r} names no shard; write shard-00042, 42, or 10-19 for a range")
         numbers = range(int(first), int(last if dash else first) + 1)
         absent = [n for n in numbers if n not in known] if len(numbers) <= len(known) + 1 else [int(last)]
         if absent or not numbers:
-            raise CacheError(f"{text!r}: the plan has {len(known)} shards, 0 to {len(known) - 1}")
+            raise UnknownName(f"{text!r}: the plan has {len(known)} shards, 0 to {len(known) - 1}")
         found += [known[n] for n in numbers]
     return list(dict.fromkeys(found))

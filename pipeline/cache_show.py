@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_schema.errors import CacheError
+from cache_schema.errors import UnknownName
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import Location
 from pipeline.cache_samples import Floats, values_of
@@ -25,13 +25,14 @@ def sample_view(cache: Location, shard: str, sample_id: str, tokenizer: str | No
         tokenizer: folder or name of the target's tokenizer; None looks for it on this machine.
 
     Raises:
-        CacheError: no such sample in that shard, it is damaged, or the tokenizer is another one.
+        UnknownName: no such shard, or no such sample in it.
+        CacheError: it is damaged, or the tokenizer is another one.
     """
     opened = FeatureCache.open(cache)
     planned = opened.plan.samples(shard)
     if sample_id not in planned:
         few = ", ".join(map(repr, planned[:4]))
-        raise CacheError(f"{shard} of {opened.storage.where()} has no sample {sample_id!r}; it has {few}, …")
+        raise UnknownName(f"{shard} of {opened.storage.where()} has no sample {sample_id!r}; it has {few}, …")
     sample = opened.read(sample_id)
     values_TLD = values_of(sample, opened.identity)
     ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()

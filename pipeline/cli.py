@@ -7,6 +7,7 @@ call or recipe.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,14 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(guarded(lambda: dflash.main(args=args, prog_name="dflash", standalone_mode=False)))
 
 
+INTERRUPTED = "interrupted; run the same command again to go on"
+
+
+def redacted(error: object) -> str:
+    """A message without the user and password of any URL in it: it may quote a recipe or an override."""
+    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s@'\"]*@", r"\1…@", str(error))
+
+
 def guarded(call: Callable[[], Any]) -> int:
     """Run a command and turn what it raises into a message on stderr and an exit code."""
     try:
@@ -125,10 +134,10 @@ def guarded(call: Callable[[], Any]) -> int:
         error.show()
         return 2
     except click.Abort:
-        say("interrupted; run the same command again to go on")
+        say(INTERRUPTED)
         return 130
     except DFlashError as error:
-        say(f"error: {error}")
+        say(f"error: {redacted(error)}")
         return 2 if type(error).__name__ in ("RecipeError", "ConfigError", "TargetSettingError") else 1
     except OSError as error:
         if is_storage_fault(error):

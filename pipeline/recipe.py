@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -78,6 +79,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed is {self.seed}, but it must be between 0 and 2^63 − 1")
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(self.run)):
+            raise RecipeError(
+                "run (not shown) looks like a URL, but the run folder is a local one; only the cache can lie in an "
+                "object store: cache.path"
+            )
         if "\0" in str(self.run):
             raise RecipeError(f"run is {str(self.run)!r}, but a path cannot hold a NUL")
 

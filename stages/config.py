@@ -9,6 +9,7 @@ never reach a fingerprint.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -262,6 +263,12 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         self._settle()
+        no_folder = self.path is not None and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?!//)", self.path)
+        if self.path == "" or no_folder:
+            raise ConfigError(
+                "cache.path (not shown) is neither a folder nor a URL: a URL has two slashes behind the colon, as "
+                "s3://bucket/path; leave cache.path out for the run folder's own cache"
+            )
         _require(self.max_bytes is None or self.max_bytes > 0, "cache.max_bytes", self.max_bytes, "it must be above 0")
         try:
             _ = self.format

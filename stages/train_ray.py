@@ -76,6 +76,8 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     )
     try:
         trainer.fit()
+    except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
+        raise KeyboardInterrupt from interrupted
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
         if failure.exists():
             raise TrainingError(_taken(failure)) from error

@@ -18,7 +18,7 @@ import torch
 from cache_schema import copying, names
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format
-from cache_schema.marker import committed_shards, evict, read_marker
+from cache_schema.marker import committed_shards, discard, evict, read_marker
 from cache_schema.plan import plan_shards
 from cache_schema.reader import FeatureCache, create_cache
 from cache_schema.responses import create_responses, write_part
@@ -204,10 +204,37 @@ def test_info_tells_missing_evicted_damaged_and_garbage(call: Call, exact: Path,
     assert "shard-00002" in found["damaged"]["shard-00002"]
     assert found["garbage"]["items"] == 2  # a group whose marker is gone, and one whose marker cannot be read
     assert found["lengths"] is None
-    listed = strict_json(call("ls", path, "--json")[1])["shards"]
-    assert [row["status"] for row in listed] == ["evicted", "missing", "corrupt"]
+    code, out, _ = call("ls", path, "--json")
+    assert code == 1
+    assert [row["status"] for row in strict_json(out)["shards"]] == ["evicted", "missing", "corrupt"]
     text = call("info", path)[1]
     assert all(word in text for word in ("1 missing (shard-00001)", "1 evicted (shard-00000)", "1 DAMAGED"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "binary", "nested"])
+def test_what_is_no_marker_is_a_damaged_shard_in_a_short_line(
+    call: Call, recipe: Path, damaged: Path, tmp_path: Path, kind: str
+) -> None:
+    marker = damaged / "commits" / "shard-00001.json"
+    marker.unlink()
+    if kind == "folder":
+        (marker / "inside").mkdir(parents=True)
+    else:
+        marker.write_bytes(b"\x80" * 50_000 if kind == "binary" else b"[" * 200_000)
+    code, out, _ = call("ls", damaged, "--json")
+    row = strict_json(out)["shards"][1]
+    assert (code, row["status"]) == (1, "corrupt")
+    assert len(row["problem"]) < len(str(marker)) + 300
+    assert "shard-00001" in strict_json(call("info", damaged, "--json")[1])["damaged"]
+    assert strict_json(call("verify", damaged, "--json")[1])["corrupt"] == ["shard-00001"]
+    assert "the marker of shard-00001 is damaged" in call("gc", damaged)[1]
+    for command in (["copy", damaged, tmp_path / "far"], ["export", damaged, tmp_path / "out", "--format", "arrow"]):
+        code, _, err = call(*command)
+        assert code == 1
+        assert "shard-00001.json is" in err
+        assert len(err) < 1000
+    assert discard(open_storage(damaged), "shard-00001") is None
+    assert strict_json(call("ls", damaged, "--json")[1])["shards"][1]["status"] == "missing"
 
 
 # --- show -----------------------------------------------------------------------------------------------
@@ -295,8 +322,8 @@ def test_show_gives_norms_and_values_of_the_states(call: Call, kind: str, reques
 def test_show_shard_lists_samples_and_ledger(call: Call, exact: Path) -> None:
     text = call("show", exact, "shard-00002")[1]
     assert all(word in text for word in ("e", "lost", "non_finite", "bfloat16", "timings"))
-    assert call("show", exact, "shard-00002", "a")[0] == 1
-    assert call("show", exact, "shard-00007")[0] == 1
+    assert call("show", exact, "shard-00002", "a")[0] == 2
+    assert call("show", exact, "shard-00007")[0] == 2
 
 
 # --- stats ----------------------------------------------------------------------------------------------
@@ -364,7 +391,7 @@ def test_verify_of_some_shards(call: Call, damaged: Path) -> None:
     assert call("verify", damaged, "--shard", "0", "--shard", "shard-00002")[0] == 0
     assert call("verify", damaged, "--shards", "0-1")[0] == 1
     code, _, err = call("verify", damaged, "--shard", "0-7")
-    assert code == 1
+    assert code == 2
     assert "the plan has 3 shards" in err
     assert "names no shard" in call("verify", damaged, "--shard", "first")[2]
 
@@ -483,6 +510,7 @@ def test_equal_caches_have_no_difference(call: Call, exact: Path, tmp_path: Path
     code, text, _ = call("diff", exact, tmp_path / "again", "--data")
     assert code == 0
     assert "equal: 3 shards have equal content" in text
+    assert "equal by their markers: 3 shards have equal content" in call("diff", exact, tmp_path / "again")[1]
 
 
 def test_diff_names_fields_with_both_values_and_compares_values(call: Call, exact: Path, compact: Path) -> None:
@@ -734,7 +762,7 @@ def test_copy_goes_on_where_it_was_stopped(call: Call, exact: Path, tmp_path: Pa
 def test_copy_of_some_shards(call: Call, exact: Path, tmp_path: Path) -> None:
     assert call("copy", exact, tmp_path / "far", "--shards", "0,2")[0] == 0
     assert committed_shards(open_storage(tmp_path / "far")) == ["shard-00000", "shard-00002"]
-    assert call("copy", exact, tmp_path / "far", "--shards", "9")[0] == 1
+    assert call("copy", exact, tmp_path / "far", "--shards", "9")[0] == 2
 
 
 def test_copy_never_commits_what_is_damaged(call: Call, damaged: Path, tmp_path: Path) -> None:
@@ -743,6 +771,29 @@ def test_copy_never_commits_what_is_damaged(call: Call, damaged: Path, tmp_path:
     assert "NOT COPIED shard-00001: the source is damaged" in text
     assert committed_shards(open_storage(tmp_path / "far")) == ["shard-00000", "shard-00002"]
     assert len(list((tmp_path / "far" / "shards").iterdir())) == 2
+
+
+def test_copy_of_a_shard_whose_objects_are_gone_blames_the_source(
+    call: Call, exact: Path, damaged: Path, tmp_path: Path
+) -> None:
+    for group in (damaged / "shards").iterdir():
+        shutil.rmtree(group)
+    code, text, _ = call("copy", damaged, tmp_path / "far", "--workers", "1")
+    assert code == 1
+    assert text.count("the source is damaged") == 3
+    assert committed_shards(open_storage(tmp_path / "far")) == []
+
+
+def test_copy_refuses_another_spelling_of_the_source_and_its_inside(call: Call, exact: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(exact)
+    for place in (tmp_path / "link", f"{exact}/../{exact.name}/", f"file://{exact}"):
+        code, _, err = call("copy", exact, place)
+        assert code == 1
+        assert "is both source and destination" in err
+    code, _, err = call("copy", exact, tmp_path / "link" / "deep" / "copy")
+    assert code == 1
+    assert "lies inside the source" in err
+    assert not (exact / "deep").exists()
 
 
 def test_copy_refuses_another_cache_other_content_and_itself(call: Call, exact: Path, tmp_path: Path) -> None:

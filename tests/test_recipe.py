@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,8 @@ def test_execution_settings_never_enter_an_identity(tmp_path: Path) -> None:
             values = {name: other_value(getattr(config, name)) for name in names}
             if "api_key_env" in values:
                 values["api_key_env"] = "OTHER_KEY"
+            if section.name == "cache":
+                values["path"] = "elsewhere"
             other = dataclasses.replace(recipe, **{section.name: dataclasses.replace(config, **values)})
             changed += len(names)
             assert not set(names) & set(identity_fields(config))
@@ -344,3 +348,23 @@ def test_a_profile_is_short_for_its_settings(profile: str) -> None:
 def test_impossible_feature_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CacheConfig(**settings)
+
+
+@pytest.mark.parametrize("override", ["run=s3://K:hush@b/c", "cache.path=s3:/K:hush@b/x", 'cache.path=""'])
+def test_a_place_that_is_neither_folder_nor_url_is_refused_unseen(tmp_path: Path, override: str) -> None:
+    with pytest.raises((RecipeError, ConfigError)) as caught:
+        load_recipe(write(tmp_path), [override])
+    assert "not shown" in str(caught.value) or "cache.path" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["cache.path=s3://K:hush@b/c", "cache.pth=s3://K:hush@b/c", "cache.path=[s3://K:hush@b/c]"]
+)
+def test_no_message_of_the_command_line_shows_a_password(tmp_path: Path, override: str) -> None:
+    command = ["plan", str(write(tmp_path)), "--set", override, "--set", "train.epochs=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+    assert "hush" not in done.stdout + done.stderr
