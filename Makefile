@@ -18,7 +18,7 @@ SETTINGS := $(foreach s,$(SET),--set '$(s)')
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions $(STAGES)
+.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -47,6 +47,12 @@ bench-flips: $(STAMP) ## 1,000 random bytes of a cache changed, for each of two 
 
 bench-interruptions: $(STAMP) ## 200 random kills, full disks and lost object stores: the cache ends the same
 	$(BIN)/python -m benchmarks.interruptions $(BENCH_ARGS)
+
+bench-rolling: $(STAMP) ## training from a cache ten times larger than cache.max_bytes, killed and not
+	$(BIN)/python -m benchmarks.rolling $(BENCH_ARGS)
+
+bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
+	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)
 
 $(STAGES): $(STAMP)
 	$(DFLASH) $@ $(RECIPE) $(SETTINGS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli import guarded, say
+from pipeline.cli import guarded, leave, say
 from pipeline.jobs import run_stages
 from pipeline.recipe import STAGES
 
@@ -20,4 +20,4 @@ def main(recipe: Path, overrides: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(guarded(lambda: main(standalone_mode=False)))
+    leave(guarded(lambda: main(standalone_mode=False)))

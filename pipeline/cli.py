@@ -7,11 +7,14 @@ call or recipe.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -124,6 +127,25 @@ def redacted(error: object) -> str:
     return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s@'\"]*@", r"\1…@", str(error))
 
 
+def entry() -> None:
+    """The `dflash` command."""
+    leave(guarded(lambda: dflash.main(prog_name="dflash", standalone_mode=False)))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code, past the destructors of native libraries.
+
+    Everything is written and every child has ended by now. On a busy machine one run in some hundreds aborted in those
+    destructors ("terminate called without an active exception": a thread of a library's pool that was still starting),
+    after its work was done, and its exit code said failure.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it may have gone
+            stream.flush()
+    os._exit(code)
+
+
 def guarded(call: Callable[[], Any]) -> int:
     """Run a command and turn what it raises into a message on stderr and an exit code."""
     try:
@@ -153,4 +175,4 @@ def guarded(call: Callable[[], Any]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    entry()

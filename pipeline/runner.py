@@ -39,6 +39,7 @@ from pipeline.errors import PipelineError, PoisonShard, StorageError
 
 Receipt = dict[str, Any]
 WAIT_S = 1.0  # how often the driver shows signs of life while nothing finishes
+_STARTS = 3  # tries to start Ray
 ASK_S = 0.1  # how often a feed is asked again while workers are idle
 
 
@@ -449,7 +450,30 @@ def ensure_ray(
         # Ray protects an own instance with a token; that is as it should be, and no news to anybody.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
-        ray.init(**options)
+        _start_ray(options)
         yield
     finally:
         ray.shutdown()
+
+
+def _start_ray(options: dict[str, Any]) -> None:
+    """Start or join Ray; one that a busy machine did not start in time is started again.
+
+    Raises:
+        PipelineError: it did not start in time, three times.
+    """
+    import ray
+
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == _STARTS:
+                raise PipelineError(
+                    f"Ray did not start in time, {_STARTS} times: this machine is too busy, or out of memory. Nothing "
+                    "is lost; run the same command again when it is less so"
+                ) from error

@@ -314,3 +314,26 @@ class Sleeper:
     def run(self, unit: Unit, attempt: int) -> dict[str, Any]:
         time.sleep(600)
         return {}
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_ray_that_does_not_start_in_time_is_started_again(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    import ray
+
+    calls: list[str] = []
+
+    def init(**_: Any) -> None:
+        calls.append("init")
+        if calls.count("init") <= failures:
+            raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    if failures == 2:
+        with ensure_ray(num_cpus=1):
+            calls.append("work")
+        assert calls == ["init", "shutdown"] * 2 + ["init", "work", "shutdown"]
+    else:
+        with pytest.raises(PipelineError, match="did not start in time, 3 times"), ensure_ray(num_cpus=1):
+            pass
