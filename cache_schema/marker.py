@@ -181,7 +181,8 @@ def decode_marker(raw: bytes, shard: str, where: str) -> CommitMarker:
         signed, end = raw.replace(f'"checksum":"{checksum}",'.encode(), b"", 1)[:-1], raw[-1:]
         if body["schema_version"] != CACHE_SCHEMA_VERSION:
             raise SchemaVersion(
-                f"{where} has schema version {str(body['schema_version'])[:_SHOWN]}, but this code reads {CACHE_SCHEMA_VERSION}"
+                f"{where} has schema version {str(body['schema_version'])[:_SHOWN]}, but this code reads "
+                f"{CACHE_SCHEMA_VERSION}"
             )
         if sha256_bytes(signed) != checksum or end != b"\n":
             raise ShardCorrupt(f"{where} does not match its own checksum; {remedy(shard)}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -54,6 +55,20 @@ def write_arrow(file: BinaryIO, samples: ExportSamples, metadata: Mapping[str, s
                 rows, ids, gathered = [], [], 0
         if ids:
             writer.write_batch(_batch(schema, ids, rows))
+
+
+def arrow_metadata(path: Path) -> dict[str, str] | None:
+    """The metadata of a file; None if it is no whole Arrow file: its end, which tells where all else is, is missing.
+
+    Raises:
+        OSError: as the system gave it.
+    """
+    try:
+        with pa.OSFile(str(path)) as raw, pa.ipc.open_file(raw) as file:
+            metadata = file.schema.metadata or {}
+        return {k.decode(): v.decode() for k, v in metadata.items()}
+    except (pa.ArrowException, ValueError):
+        return None
 
 
 def _schema(samples: ExportSamples, metadata: Mapping[str, str]) -> Any:

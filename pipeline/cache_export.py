@@ -1,35 +1,32 @@
 """`dflash cache export`: shards as safetensors or Arrow files, for programs that know nothing of this project.
 
-    OUT/export.json               what was exported: identity and fingerprint of the cache, format, type of features
-    OUT/shard-00042.safetensors   or shard-00042.arrow: one file per shard; OUT/samples.… with --samples
+    OUT/export.json               what was exported: identity, fingerprint and plan of the cache, format, features
+    OUT/shard-00042.safetensors   or shard-00042.arrow: one file per shard, whose content its metadata name
+    OUT/samples-100-seed0.…       with --samples: number and seed
 
 Features are bfloat16 (float16 from a float16 cache): quantised ones are dequantised, rounded once to nearest even.
 With `raw` they are as the cache stores them, with their scales (a value is code × scale of its group).
 
-A file appears whole or not at all, so an interrupted export is gone on with by starting it again: shards whose files
-are there are left as they are.
+A file appears whole or not at all, so an interrupted export is gone on with by starting it again: files that are there
+and whole are left as they are, and one that was made from something else is refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from cache_schema.durable import create_once, fsync_dir, make_dirs
-from cache_schema.errors import CacheError
-from cache_schema.identity import CacheIdentity, canonical_json
+from cache_schema.identity import canonical_json, sha256_json
 from cache_schema.layout import feature_format
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import Location
 from pipeline.cache_samples import choose, shard_names
+from pipeline.export_folder import Metadata, atomic_file, claim, is_there
 from pipeline.export_samples import ExportSamples, array_kinds
 from pipeline.progress import Progress
 
-DESCRIPTION = "export.json"
 FORMATS = {"safetensors": ".safetensors", "arrow": ".arrow"}
 
 
@@ -60,29 +57,33 @@ def export_cache(
         What was written, ready for JSON.
 
     Raises:
-        CacheError: the folder holds another export, or the cache or a sample is damaged.
+        CacheError: the folder holds another export or a file of other content, or the cache or a sample is damaged.
         ShardNotCommitted: a shard that was asked for is not there.
         OSError: as the system or the storage gave it.
     """
-    from pipeline.arrow_file import write_arrow
-    from pipeline.safetensors_file import write_safetensors
+    from pipeline.arrow_file import arrow_metadata, write_arrow
+    from pipeline.safetensors_file import safetensors_metadata, write_safetensors
 
     opened = FeatureCache.open(cache)
-    write = {"safetensors": write_safetensors, "arrow": write_arrow}[format]
-    about = describe(opened.identity, format, raw)
-    _claim(out, about)
+    write, read = {
+        "safetensors": (write_safetensors, safetensors_metadata),
+        "arrow": (write_arrow, arrow_metadata),
+    }[format]
+    about = describe(opened, format, raw)
     written: list[str] = []
     present: list[str] = []
-    files = list(_files(opened, shards, n_samples, seed))
+    files = _files(opened, shards, n_samples, seed)
+    claim(out, about)
+    _require_one_content(opened, out, FORMATS[format], read)
     if progress is not None:
         progress.total = len(files)
-    for name, ids in files:
-        path = out / f"{name}{FORMATS[format]}"
-        if path.exists() and n_samples is None:
+    for wanted in files:
+        path, texts = out / f"{wanted.name}{FORMATS[format]}", _texts(about | wanted.about)
+        if is_there(path, texts, read):
             present.append(path.name)
         else:
             with atomic_file(path) as file:
-                write(file, ExportSamples(opened, ids, raw), _texts(about))
+                write(file, ExportSamples(opened, wanted.ids, raw), texts)
             written.append(path.name)
         if progress is not None:
             progress.update(1)
@@ -90,67 +91,57 @@ def export_cache(
             "bytes": sum((out / name).stat().st_size for name in written)}  # fmt: skip
 
 
-def describe(identity: CacheIdentity, format: str, raw: bool) -> dict[str, Any]:
+def describe(opened: FeatureCache, format: str, raw: bool) -> dict[str, Any]:
     """What an export is, for its `export.json` and the metadata of its files."""
+    identity = opened.identity
     form = feature_format(identity)
     return {
         "format": format,
         "raw": raw,
         "identity": identity.to_json(),
         "fingerprint": identity.fingerprint(),
+        "plan_sha256": opened.plan.sha,
         "features": "[tokens, layers, hidden] " + array_kinds(identity, raw)["features"],
         "feature_scale": "[tokens, layers, groups] float32: value = code * scale" if raw and form.quantised else None,
         "layers": identity.layer_convention,
     }
 
 
-def _claim(out: Path, about: dict[str, Any]) -> None:
-    """Say in a folder what is exported there, once.
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of an export."""
+
+    name: str
+    ids: list[str]
+    about: dict[str, Any]
+    """What it holds, for its metadata: from which content."""
+
+
+def _files(opened: FeatureCache, shards: Sequence[str], n_samples: int | None, seed: int) -> list[_File]:
+    """Files (without ending) and the samples that go into each.
 
     Raises:
-        CacheError: it holds another export.
+        UnknownName, ShardNotCommitted: a shard that was asked for is not planned, or not there.
     """
-    make_dirs(out)
-    file = out / DESCRIPTION
-    text = json.dumps(about, indent=1, ensure_ascii=False).encode() + b"\n"
-    if create_once(file, text):
-        return
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise CacheError(f"{file} is damaged ({error}); export to another folder") from error
-    differs = [k for k, v in json.loads(text).items() if not isinstance(found, dict) or found.get(k) != v]
-    if differs:
-        raise CacheError(f"{out} holds an export that differs in {', '.join(differs)}; export to another folder")
-
-
-def _files(
-    opened: FeatureCache, shards: Sequence[str], n_samples: int | None, seed: int
-) -> Iterator[tuple[str, list[str]]]:
-    """Names of files (without ending) and the samples that go into each."""
     committed = [s for s in opened.plan.shards() if s in opened.markers]
     wanted = shard_names(opened.plan.shards(), shards) or committed
-    stored = ((shard, opened.shard(shard).sample_ids) for shard in wanted)
+    stored = {shard: opened.shard(shard).sample_ids for shard in wanted}
+    content = {shard: opened.markers[shard].content_sha256 for shard in wanted}
     if n_samples is None:
-        yield from stored
-    else:
-        yield "samples", choose([sample_id for _, ids in stored for sample_id in ids], n_samples, seed)
+        return [_File(shard, ids, {"content_sha256": content[shard]}) for shard, ids in stored.items()]
+    ids = choose([sample_id for found in stored.values() for sample_id in found], n_samples, seed)
+    about = {"content_sha256": sha256_json(content), "samples": n_samples, "seed": seed}
+    return [_File(f"samples-{n_samples}-seed{seed}", ids, about)]
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block is through, whole and on the disk; else nothing is left."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_dir(path.parent)
+def _require_one_content(opened: FeatureCache, out: Path, ending: str, read: Metadata) -> None:
+    """Refuse a folder with a shard's file of other content, whichever shards are asked for now.
+
+    Raises:
+        CacheError: it has one.
+    """
+    for shard, marker in opened.markers.items():
+        is_there(out / f"{shard}{ending}", {"content_sha256": marker.content_sha256}, read)
 
 
 def _texts(about: dict[str, Any]) -> dict[str, str]:

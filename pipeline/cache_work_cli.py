@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 def cache_repair(recipe: Path, overrides: tuple[str, ...], dry_run: bool, workers: int | None, as_json: bool) -> None:
     """Check the cache of RECIPE's run, take damaged shards out, and extract them and missing ones again.
 
-    Holds the run: no other stage may be at work. Whole shards stay as they are. Exit code 1 if something could not be
-    mended, or with --dry-run if there is something to mend.
+    Holds the run: no other stage may be at work. Whole shards stay as they are, and a cache that RECIPE would not make
+    the same is refused. Exit code 1 if something could not be mended, or with --dry-run if there is something to mend.
 
     \b
     Examples:
       dflash cache repair recipes/demo.yaml --dry-run
       dflash cache repair recipes/demo.yaml --set run=/data/run7
     """
-    from pipeline.cache_repair import repair, repair_lines
+    from pipeline.cache_repair import repair, repair_lines, to_mend
 
     found = repair(recipe, overrides, say, dry_run=dry_run, workers=workers)
     out(found, as_json, repair_lines)
-    if found["problems"] or (dry_run and (found["damaged"] or found["missing"])):
+    if found["problems"] or (dry_run and to_mend(found)):
         sys.exit(1)
 
 
@@ -158,7 +158,8 @@ def cache_export(
     arrow:       an Arrow IPC file with one row per sample: sample_id, input_ids, loss_mask, features (a list with
                  one fixed-size list of layers × hidden values per token; bfloat16 as uint16 bit patterns).
 
-    OUT/export.json says what was exported. Files that are there are left; a killed export is gone on with.
+    OUT/export.json says what was exported. Whole files that are there are left, so a killed export is gone on with; an
+    OUT with files of another cache is refused.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -43,6 +44,26 @@ def write_safetensors(file: BinaryIO, samples: ExportSamples, metadata: Mapping[
         for sample_id in samples.ids:
             values = samples.array(sample_id, name)
             file.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+
+
+def safetensors_metadata(path: Path) -> dict[str, str] | None:
+    """The metadata of a file; None if it is no whole safetensors file: a part of it is missing or unreadable.
+
+    Raises:
+        OSError: as the system gave it.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        n = int.from_bytes(file.read(8), "little")
+        if 8 + n > size or n > _MAX_HEADER_BYTES:
+            return None
+        try:
+            header = json.loads(file.read(n))
+            metadata = header.pop("__metadata__")
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return None
+    return metadata if isinstance(metadata, dict) and 8 + n + end == size else None
 
 
 def _header(samples: ExportSamples, metadata: Mapping[str, str]) -> bytes:

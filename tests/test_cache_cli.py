@@ -25,7 +25,7 @@ from cache_schema.responses import create_responses, write_part
 from cache_schema.storage import open_storage
 from cache_schema.verify import equal_caches, verify_cache
 from cache_schema.writer import ShardWriter
-from pipeline import cli, steps
+from pipeline import cli, extract_step, rolling_train, steps
 from stages.config import TargetConfig
 from stages.quantize import dequantize, from_stored, to_stored
 from stages.target import hash_target, load_tokenizer
@@ -213,7 +213,7 @@ def test_info_tells_missing_evicted_damaged_and_garbage(call: Call, exact: Path,
 
 @pytest.mark.parametrize("kind", ["folder", "binary", "nested"])
 def test_what_is_no_marker_is_a_damaged_shard_in_a_short_line(
-    call: Call, recipe: Path, damaged: Path, tmp_path: Path, kind: str
+    call: Call, damaged: Path, tmp_path: Path, kind: str
 ) -> None:
     marker = damaged / "commits" / "shard-00001.json"
     marker.unlink()
@@ -565,6 +565,13 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def same_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe makes caches of the builders' identity; hashing a target is another test's."""
+    monkeypatch.setattr(extract_step, "cache_identity", lambda run: IDENTITY)
+
+
+@pytest.mark.usefixtures("same_recipe")
 def test_repair_makes_damaged_and_missing_shards_again(
     call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,6 +600,50 @@ def test_repair_makes_damaged_and_missing_shards_again(
     code, out, err = call("repair", recipe)
     assert code == 0
     assert "nothing to do" in err
+
+
+@pytest.mark.parametrize("harm", [True, False])
+def test_repair_takes_nothing_out_that_the_recipe_would_not_make_again(
+    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: bool
+) -> None:
+    cache = tmp_path / "run" / "cache"
+    make_cache(cache)
+    if harm:
+        flip_byte(features_of(cache, "shard-00001"), 100)
+    before = sorted(p for p in cache.rglob("*"))
+    other = dataclasses.replace(IDENTITY, **INT8)
+    monkeypatch.setattr(extract_step, "cache_identity", lambda run: other)
+    code, _, err = call("repair", recipe)
+    assert code == 1
+    assert "feature_dtype" in err
+    monkeypatch.undo()
+    code, _, err = call("repair", recipe)  # there are no responses
+    assert code == 1
+    assert "responses" in err
+    assert sorted(p for p in cache.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("same_recipe")
+def test_repair_mends_the_heldout_cache_of_a_rolling_run(
+    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heldout = tmp_path / "run" / "cache-heldout"
+    make_cache(tmp_path / "run" / "cache")
+    plan = make_cache(heldout)
+    make_cache(tmp_path / "whole")
+    flip_byte(features_of(heldout, "shard-00001"), 100)
+    assert call("repair", recipe)[0] == 0  # no rolling run: nothing needs it, and nothing would make it again
+    monkeypatch.setattr(rolling_train, "is_rolling", lambda run, plan, identity: True)
+    code, out, err = call("repair", recipe, "--dry-run", "--json")
+    assert code == 1
+    assert list(strict_json(out)["heldout"]["damaged"]) == ["shard-00001"]
+    assert "cache-heldout/shard-00001 is damaged" in err
+    monkeypatch.setitem(steps.STEPS, "extract", lambda run: write_shard(heldout, plan, "shard-00001"))
+    code, out, err = call("repair", recipe, "--json")
+    assert (code, strict_json(out)["heldout"]["made"], strict_json(out)["made"]) == (0, ["shard-00001"], [])
+    assert "took cache-heldout/shard-00001 out" in err
+    assert equal_caches(heldout, tmp_path / "whole") == []
+    assert verify_cache(heldout).ok
 
 
 def test_repair_refuses_a_run_that_is_in_use(call: Call, recipe: Path, tmp_path: Path) -> None:
@@ -910,8 +961,54 @@ def test_export_goes_on_and_refuses_another_export(call: Call, exact: Path, tmp_
     assert code == 1
     assert "differs in format" in err
     found = strict_json(call(*export, "--samples", "2", "--json")[1])
-    assert found["written"] == ["samples.safetensors"]
+    assert found["written"] == ["samples-2-seed0.safetensors"]
     assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "arrow"])
+def test_export_writes_again_what_is_cut_off_and_removes_left_overs(
+    call: Call, exact: Path, tmp_path: Path, format: str
+) -> None:
+    out = tmp_path / "out"
+    export = ["export", exact, out, "--format", format, "--json"]
+    call(*export)
+    whole = {p.name: p.read_bytes() for p in out.iterdir()}
+    (out / f"shard-00000.{format}").write_bytes(b"")
+    (out / f"shard-00002.{format}").write_bytes(whole[f"shard-00002.{format}"][:-100])
+    left, foreign = out / f".shard-00001.{format}.{os.getpid()}.tmp", out / f".mine.{format}.{os.getpid()}.tmp"
+    at_work = out / f".shard-00001.{format}.{os.getppid()}.tmp"
+    for path in (left, foreign, at_work):
+        path.write_bytes(b"x")
+    found = strict_json(call(*export)[1])
+    assert found["written"] == [f"shard-00000.{format}", f"shard-00002.{format}"]
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == whole | {foreign.name: b"x", at_work.name: b"x"}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "arrow"])
+def test_export_refuses_files_of_another_content_plan_or_cache(
+    call: Call, exact: Path, tmp_path: Path, format: str
+) -> None:
+    out = tmp_path / "out"
+    assert call("export", exact, out, "--format", format, "--shard", "0")[0] == 0
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    value_cache(tmp_path / "same", seed=1)
+    value_cache(tmp_path / "other", responses_sha256="q" * 64)
+    make_cache(tmp_path / "plan")
+    shutil.copy(exact / "cache.json", tmp_path / "plan" / "cache.json")
+    for cache, words in (("same", "content_sha256"), ("other", "fingerprint"), ("plan", "plan_sha256")):
+        code, _, err = call("export", tmp_path / cache, out, "--format", format, "--shard", "1")
+        assert code == 1
+        assert words in err
+        assert "export to another folder" in err
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_export_of_samples_keeps_those_of_another_seed_or_number(call: Call, exact: Path, tmp_path: Path) -> None:
+    export = ["export", exact, tmp_path / "out", "--format", "arrow", "--json", "--samples"]
+    names = [strict_json(call(*export, n, "--seed", s)[1])["written"] for n, s in (("2", "0"), ("2", "-1"), ("3", "0"))]
+    assert names == [["samples-2-seed0.arrow"], ["samples-2-seed-1.arrow"], ["samples-3-seed0.arrow"]]
+    assert strict_json(call(*export, "2")[1])["present"] == names[0]
+    assert "content_sha256" in call(*export, "2", "--shard", "0")[2]
 
 
 def test_export_of_a_damaged_shard_leaves_no_file(call: Call, damaged: Path, tmp_path: Path) -> None:
