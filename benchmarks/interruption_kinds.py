@@ -27,6 +27,15 @@ FULL_DISK = "full disk"
 PATIENCE_S = 120.0
 
 
+def exit_code(process: Any) -> int:
+    """Wait for a process to end, and end it if it takes too long."""
+    process.join(PATIENCE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return int(process.exitcode)
+
+
 def spawning() -> Any:
     """Processes that start clean and at once: forked from one that has everything imported and no thread."""
     context = multiprocessing.get_context("forkserver")
@@ -71,7 +80,7 @@ class WriterKinds:
             self._steps = answer.get(timeout=PATIENCE_S)
             process.join(PATIENCE_S)
             begun = time.monotonic()
-            self._wait(self._start(self.folder / "timed"))
+            exit_code(self._start(self.folder / "timed"))
             self._seconds = time.monotonic() - begun
         return self._undisturbed
 
@@ -80,37 +89,30 @@ class WriterKinds:
         process.start()
         return process
 
-    def _wait(self, process: Any) -> int:
-        process.join(PATIENCE_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        return int(process.exitcode)
-
     def _any_moment(self, cache: Path) -> tuple[str, bool]:
         delay_s = self._chance.uniform(0, self._seconds)
         process = self._start(cache)
         time.sleep(delay_s)
         process.kill()
-        return f"after {delay_s:.3f} s", self._wait(process) == -signal.SIGKILL
+        return f"after {delay_s:.3f} s", exit_code(process) == -signal.SIGKILL
 
     def _at_a_call(self, cache: Path) -> tuple[str, bool]:
         at, side = self._chance.randrange(self._steps), self._chance.choice(["before", "after"])
-        return f"{side} call {at} of {self._steps}", self._wait(self._start(cache, (at, side))) == -signal.SIGKILL
+        return f"{side} call {at} of {self._steps}", exit_code(self._start(cache, (at, side))) == -signal.SIGKILL
 
     def _of_two(self, cache: Path) -> tuple[str, bool]:
         delay_s = self._chance.uniform(0, 2 * self._seconds)
         victim, other = self._start(cache), self._start(cache)
         time.sleep(delay_s)
         victim.kill()
-        codes = self._wait(victim), self._wait(other)
+        codes = exit_code(victim), exit_code(other)
         if codes[1] != 0:
             return f"the other writer ended with {codes[1]}", False
         return f"after {delay_s:.3f} s", codes[0] == -signal.SIGKILL
 
     def _finish(self, cache: Path, undisturbed: Path, outcome: Outcome) -> None:
         """Run again until the end, and compare."""
-        code = self._wait(self._start(cache))
+        code = exit_code(self._start(cache))
         if code != 0:
             outcome.problems.append(f"the run after the interruption ended with {code}")
         found, outcome.garbage_groups = differences(cache, undisturbed)
@@ -123,7 +125,7 @@ class WriterKinds:
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
         try:
-            code = self._wait(self._start(disk / "cache"))
+            code = exit_code(self._start(disk / "cache"))
             outcome = Outcome(kind=FULL_DISK, what=f"{size} of {needed} bytes", interrupted=code == FULL)
             outcome.problems += _left_half_written(disk / "cache")
             subprocess.run(["mount", "-o", f"remount,size={4 * needed + (64 << 20)}", str(disk)], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.interruption_check import Outcome, differences
-from benchmarks.interruption_kinds import PATIENCE_S, spawning
+from benchmarks.interruption_kinds import PATIENCE_S, exit_code, spawning
 from benchmarks.interruption_writer import run, write_missing
 from tests.servers.s3 import S3Server, missing_programs, start_s3
 
@@ -43,16 +43,16 @@ class StoreKinds:
         time.sleep(delay_s)
         if kind == WRITER_KILLED:
             process.kill()
-            code = self._wait(process)
+            code = exit_code(process)
             outcome = Outcome(kind=kind, what=f"after {delay_s:.2f} s", interrupted=code == -signal.SIGKILL)
         else:
             away_s = self._away(server, kind, process)
             at_work = process.exitcode is None
-            code = self._wait(process)
+            code = exit_code(process)
             ended = "the writer went on" if code == 0 else f"the writer ended with {code}"
             what = f"after {delay_s:.2f} s, for {away_s:.1f} s; {ended}"
             outcome = Outcome(kind=kind, what=what, interrupted=at_work or code != 0)
-        if (code := self._wait(self._start(cache))) != 0:
+        if (code := exit_code(self._start(cache))) != 0:
             outcome.problems.append(f"the run after the interruption ended with {code}")
         found, outcome.garbage_groups = differences(cache, self.folder / "undisturbed")
         outcome.problems += found
@@ -73,7 +73,7 @@ class StoreKinds:
         os.environ.update(server.environment())
         write_missing(self.folder / "undisturbed")
         begun = time.monotonic()
-        self._wait(self._start(f"s3://{BUCKET}/timed"))
+        exit_code(self._start(f"s3://{BUCKET}/timed"))
         self._seconds = time.monotonic() - begun
         return server
 
@@ -82,10 +82,3 @@ class StoreKinds:
         process = self._context.Process(target=run, args=(cache, None, self._server.environment()))
         process.start()
         return process
-
-    def _wait(self, process: Any) -> int:
-        process.join(PATIENCE_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        return int(process.exitcode)
