@@ -18,7 +18,7 @@ SETTINGS := $(foreach s,$(SET),--set '$(s)')
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier $(STAGES)
+.PHONY: help demo test lint types constraints bench-cache bench-runner bench-flips bench-interruptions bench-rolling bench-extract bench-frontier $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -50,6 +50,12 @@ bench-interruptions: $(STAMP) ## 200 random kills, full disks and lost object st
 
 bench-rolling: $(STAMP) ## training from a cache ten times larger than cache.max_bytes, killed and not
 	$(BIN)/python -m benchmarks.rolling $(BENCH_ARGS)
+
+bench-runner: $(STAMP) ## cost of the pool of workers per shard; a cluster whose nodes go and come: the same cache
+	$(BIN)/python -m benchmarks.runner --own-cost --cluster $(BENCH_ARGS)
+
+bench-extract: $(STAMP) ## speed of the extract stage beside bare passes and the usual way; BENCH_ARGS=--quick is a try
+	$(BIN)/python -m benchmarks.extract $(BENCH_ARGS)
 
 bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
 	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)

@@ -136,6 +136,7 @@ def _descendants(pid: int) -> list[int]:
 def _is_worker(pid: int) -> bool:
     """Whether a process is an actor of the pool."""
     try:
-        return b"_Host" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return title.startswith((b"ray::Host", b"ray::extract "))
     except OSError:
         return False

@@ -5,7 +5,7 @@ Shapes: T tokens, L feature layers, D hidden.
 Checksums show that a cache holds what was written; this shows that the right thing was written (the right weights,
 layers and order). States are compared as ‖stored − recomputed‖ / ‖recomputed‖ per token and layer.
 
-What to expect: extraction runs samples in padded batches, this runs each alone, and matrix products of another shape
+What to expect: extraction runs samples in batches, this runs each alone, and matrix products of another shape
 (or on another device) round otherwise. With the same device and shape the states are equal bit for bit; otherwise
 they differ by the target's rounding, which grows over the layers. Storing adds an error of its own
 (quantisation): it is measured here on the recomputed states and allowed for. A wrong layer, other weights or shifted

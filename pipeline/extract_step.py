@@ -67,7 +67,7 @@ def run_extract(run: Run) -> None:
     from cache_schema.plan import plan_shards
     from cache_schema.responses import ResponsesTable
     from pipeline.rolling_train import extract_heldout, is_rolling
-    from stages.extract import ExtractJob, ExtractWorker, ShardUnit
+    from stages.extract import ExtractJob, ShardUnit
     from stages.target import load_config, shape_of
 
     recipe, storage = run.recipe, open_storage(run.cache)
@@ -91,10 +91,37 @@ def run_extract(run: Run) -> None:
         say_resume(run, "extract", len(have), plan.n_shards, "shards")
         job = ExtractJob(recipe.target, recipe.cache, recipe.extract, identity, run.folder.responses, run.cache)
         guard = QuarantineGuard(len(plan), recipe.extract.max_quarantined_share, storage.where())
-        drive_pool(
-            run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take
-        )
+        drive_extract(run, todo, job, len(have), guard)
         summary |= _cache_summary(storage, guard)
+
+
+def drive_extract(run: Run, todo: list[Any], job: Any, have: int, guard: QuarantineGuard) -> None:
+    """Make shards on the pool.
+
+    A worker has two shards at once, so that the device need not wait while one is read or committed.
+
+    Args:
+        todo: the `ShardUnit`s that are missing.
+        job: the `ExtractJob`.
+        have: shards that are there already.
+        guard: counts samples with non-finite states.
+    """
+    from stages.extract import ExtractWorker, group_member
+
+    size = job.extract.tensor_parallel
+    told: set[str] = set()
+
+    def take(unit: Any, receipt: dict[str, Any]) -> None:
+        if receipt["batching"] not in told:
+            told.add(receipt["batching"])
+            why = receipt["batching_reason"]
+            run.say(f"extract: batches are {receipt['batching']}{f' ({why})' if why else ''}")
+        guard.take(unit, receipt)
+
+    build = functools.partial(ExtractWorker if size == 1 else group_member, job)
+    drive_pool(
+        run, "extract", "shard", todo, build, have, job.extract, take, in_flight=2 if size == 1 else 1, group_size=size
+    )
 
 
 class QuarantineGuard:

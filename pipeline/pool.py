@@ -36,11 +36,31 @@ def drive_pool(
     config: Any,
     on_receipt: Callable[[Any, dict[str, Any]], None] | None = None,
     gpu: bool = True,
+    in_flight: int = 1,
+    group_size: int = 1,
 ) -> None:
+    """Do a stage's units on workers of the run's Ray, with a progress line.
+
+    Args:
+        run, stage: which.
+        unit: what a unit is called.
+        todo: the units that are missing.
+        build: makes a worker; given its `Member` in a group.
+        have: units that are there already.
+        config: of the stage: `workers`, `threads`.
+        on_receipt: called with unit and receipt as each finishes.
+        gpu: whether workers compute on a GPU if there is any.
+        in_flight: units that a worker has at once.
+        group_size: processes that make one worker.
+
+    Raises:
+        PoisonShard, PipelineError, DFlashError: see `run_pool`.
+    """
     if not todo:
         return
+    cpus = cpus_of(config.workers * group_size, config.threads)
     with (
-        ensure_ray(num_cpus=cpus_of(config.workers, config.threads)),
+        ensure_ray(num_cpus=cpus),
         Progress(have + len(todo), f"{unit}s", stage, done=have) as progress,
     ):
         run_pool(
@@ -51,4 +71,8 @@ def drive_pool(
             progress=progress,
             label=unit,
             on_receipt=on_receipt,
+            in_flight=in_flight,
+            group_size=group_size,
+            stage=stage,
+            run_name=run.recipe.name,
         )

@@ -44,7 +44,7 @@ class Progress:
         terminal: bool | None = None,
     ) -> None:
         self.total, self.unit, self.label, self.done = total, unit, label, done
-        self.failures = 0
+        self.failures = self.tokens = 0
         self._before = done
         self._interval_s = interval_s
         self._stream = stream or sys.stderr
@@ -66,14 +66,15 @@ class Progress:
         """Seconds to the end at this rate; None while nothing is known."""
         return (self.total - self.done) / self.rate if self.rate > 0 else None
 
-    def update(self, n: int = 1, failures: int = 0) -> None:
-        """Count `n` more finished units and `failures` failed attempts; `update(0)` only shows signs of life."""
+    def update(self, n: int = 1, failures: int = 0, tokens: int = 0) -> None:
+        """Count `n` more finished units, the tokens in them, and failed attempts; `update(0)` shows signs of life."""
         self.done += n
         self.failures += failures
+        self.tokens += tokens
         if self._bar is not None:
             self._bar.update(n)
-            if failures:
-                self._bar.set_postfix_str(self._failed())
+            if n or failures:
+                self._bar.set_postfix_str(", ".join(p for p in (self._tokens(), self._failed()) if p), refresh=False)
             return
         now = self._clock()
         if now - self._last_line >= self._interval_s:
@@ -94,7 +95,8 @@ class Progress:
         self._closed = True
         if self._bar is not None:
             self._bar.close()
-        took = f"in {seconds_text(self._clock() - self._began)} ({self.rate:.3g} {self.unit}/s)"
+        tokens = f", {self._tokens()}" if self.tokens else ""
+        took = f"in {seconds_text(self._clock() - self._began)} ({self.rate:.3g} {self.unit}/s{tokens})"
         before = f", {self._before} of them from before" if self._before else ""
         failed = f", {self._failed()}" if self.failures else ""
         self._write(f"{self.label}: {self.done}/{self.total} {self.unit} {took}{before}{failed}")
@@ -103,11 +105,17 @@ class Progress:
         share = f"{self.done / self.total:.0%}" if self.total else "100%"
         eta = "?" if self.eta_s is None else seconds_text(self.eta_s)
         failed = f", {self._failed()}" if self.failures else ""
-        speed = f"{self.rate:.3g} {self.unit}/s, {eta} left"
+        tokens = f", {self._tokens()}" if self.tokens else ""
+        speed = f"{self.rate:.3g} {self.unit}/s{tokens}, {eta} left"
         return f"{self.label}: {self.done}/{self.total} {self.unit} ({share}), {speed}{failed}"
 
     def _failed(self) -> str:
-        return f"{self.failures} failed attempt{'' if self.failures == 1 else 's'}"
+        return f"{self.failures} failed attempt{'' if self.failures == 1 else 's'}" if self.failures else ""
+
+    def _tokens(self) -> str:
+        """Tokens per second of this run."""
+        elapsed_s = self._clock() - self._began
+        return f"{self.tokens / elapsed_s:,.0f} tokens/s" if self.tokens and elapsed_s > 0 else ""
 
     def _write(self, line: str) -> None:
         print(line, file=self._stream, flush=True)

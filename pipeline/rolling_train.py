@@ -29,9 +29,10 @@ from cache_schema.marker import committed_shards
 from cache_schema.plan import ShardPlan, plan_shards
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import Storage, open_storage
-from pipeline.extract_step import QuarantineGuard
+from pipeline.errors import PipelineError
+from pipeline.extract_step import QuarantineGuard, drive_extract
 from pipeline.follow import follow_metrics
-from pipeline.pool import cpus_of, drive_pool, worker_resources
+from pipeline.pool import cpus_of, worker_resources
 from pipeline.report_text import bytes_text
 from pipeline.rolling import RollingSchedule, require_room, shard_sizes, what_is_seen
 from pipeline.rolling_feed import RollingFeed
@@ -66,6 +67,11 @@ def extract_heldout(run: Run, plan: ShardPlan, identity: CacheIdentity) -> None:
         PipelineError: `cache.max_bytes` cannot hold what must be there at once.
     """
     recipe = run.recipe
+    if recipe.extract.tensor_parallel > 1:
+        raise PipelineError(
+            f"extract.tensor_parallel is {recipe.extract.tensor_parallel}, but beside training (cache.max_bytes) every "
+            "extract worker holds the whole target; leave one of the two settings out"
+        )
     steps = StepPlan(plan, recipe.train, recipe.seed)
     sizes = _sizes(run, plan, identity)
     own = _heldout_plan(run, steps, identity)
@@ -84,9 +90,7 @@ def extract_heldout(run: Run, plan: ShardPlan, identity: CacheIdentity) -> None:
         todo = [ShardUnit(s, tuple(own.samples(s))) for s in own.shards() if s not in have]
         job = _extract_job(run, identity, str(run.folder.heldout_cache.resolve()))
         guard = QuarantineGuard(len(own), recipe.extract.max_quarantined_share, storage.where())
-        drive_pool(
-            run, "extract", "shard", todo, functools.partial(ExtractWorker, job), len(have), recipe.extract, guard.take
-        )
+        drive_extract(run, todo, job, len(have), guard)
         made = FeatureCache.open(storage, identity).markers.values() if len(own) else ()
         summary |= {
             "shards_while_training": plan.n_shards,
@@ -189,7 +193,8 @@ class _Extraction:
         try:
             run_pool(
                 self.feed, functools.partial(ExtractWorker, self.job), n_workers=config.workers, resources=resources,
-                progress=_Lines(self.run.say), label="shard", on_receipt=self.feed.take,
+                progress=_Lines(self.run.say), label="shard", on_receipt=self.feed.take, stage="extract",
+                run_name=self.run.recipe.name,
             )  # fmt: skip
         except Exception as error:  # whatever it is, the training must not wait for shards that never come
             self.error = error
@@ -210,7 +215,7 @@ class _Lines:
 
     say: Say
 
-    def update(self, n: int = 1, failures: int = 0) -> None:
+    def update(self, n: int = 1, failures: int = 0, tokens: int = 0) -> None:
         """Shows nothing."""
 
     def note(self, text: str) -> None:

@@ -314,16 +314,29 @@ class CacheConfig:
 class ExtractConfig:
     """How the hidden states are taken from the target."""
 
-    batch_tokens: int = execution(8192)
-    """Tokens (padding included) of one forward pass, at most; a longer sample goes alone."""
+    batch_tokens: int | None = execution(None)
+    """Tokens (padding included) of one forward pass, at most; a longer sample goes alone. None takes 2,048 on a CPU,
+    16,384 on a GPU."""
+    batching: Literal["auto", "packed", "padded", "single"] = execution("auto")
+    """How samples share a forward pass: end to end without padding, padded to the longest, or not at all. `auto` takes
+    the first of these whose states are, for this target, those of single sequences (a few short ones are tried)."""
     workers: int = execution(1)
+    tensor_parallel: int = execution(1)
+    """Processes that hold the target together, for one that is too large for a GPU; each worker is such a group."""
     threads: int | None = execution(None)
     max_quarantined_share: float = execution(0.01)
     """A run in which a larger share of samples has non-finite states fails."""
 
+    def tokens_per_batch(self, device: str) -> int:
+        """`batch_tokens`, or what suits the kind of device (`cpu`, `cuda`)."""
+        return self.batch_tokens or (2048 if device == "cpu" else 16_384)
+
     def __post_init__(self) -> None:
-        _require(self.batch_tokens > 0, "extract.batch_tokens", self.batch_tokens, "it must be above 0")
+        ok = self.batch_tokens is None or self.batch_tokens > 0
+        _require(ok, "extract.batch_tokens", self.batch_tokens, "it must be above 0, or absent")
         _require(self.workers > 0, "extract.workers", self.workers, "it must be above 0")
+        rule = "it must be above 0 (1: every worker holds the whole target)"
+        _require(self.tensor_parallel > 0, "extract.tensor_parallel", self.tensor_parallel, rule)
         _require_threads("extract", self.threads)
 
 

@@ -1,35 +1,46 @@
 """Hidden states of the chosen layers, shard by shard, into the feature cache.
 
-One worker holds the target and turns shards into commits. Batches are made inside a shard, by length, as a
-pure function of the shard's samples and `batch_tokens`; so who does the shard, and after how many restarts,
-changes no bit of it.
+One worker holds the target and turns shards into commits. What a shard holds depends on its samples, the way of
+batching and `extract.batch_tokens`; who makes it, and after how many restarts, changes no bit of it.
+
+The device is kept busy: a thread per shard quantises, copies and writes what one pass captured while the next pass
+runs (`stages.shard_stream`), and `run` may be called from several threads, so that one shard is read or committed while
+another has the device.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
+from cache_schema.errors import ShardRefused
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format, last_hidden_dtype
+from cache_schema.marker import CommitMarker
 from cache_schema.quantized import FeatureFormat
 from cache_schema.response_format import Response
 from cache_schema.responses import ResponsesTable
 from cache_schema.writer import ShardWriter
+from stages.capture import Captured
 from stages.config import CacheConfig, ExtractConfig, TargetConfig
 from stages.device import use_threads, worker_device
-from stages.errors import SampleRefused
-from stages.features import capture_features
-from stages.quantize import to_stored
+from stages.device_clock import DeviceClock, Lap
+from stages.group import Member, join_group
+from stages.handover import Handover
+from stages.packing import Ids
+from stages.probe import choose_way
+from stages.shard_stream import ShardStream
+from stages.spot_check import SpotCheck, chosen_sample
 from stages.target import Target, load_target
 
 SHORTENED, TOO_SHORT = "shortened", "no_supervised_token"
+Put = Callable[[Sequence[int], Captured, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,98 +64,116 @@ class ShardUnit:
     sample_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSample:
-    """A sample's states as the cache stores them."""
-
-    features: NDArray[Any]
-    scale: NDArray[Any] | None
-    last_hidden: NDArray[Any] | None
-    n_tokens: int
-
-
 class ExtractWorker:
     """Holds the target and makes shards.
 
     Args:
         job: what to make.
         target: a loaded target (tests); None loads the job's.
+        member: this process's place in a group that holds the target together. All do every shard; the first writes.
+
+    Raises:
+        TargetError: the target cannot be loaded, or its states cannot be captured.
     """
 
-    def __init__(self, job: ExtractJob, target: Target | None = None) -> None:
+    def __init__(self, job: ExtractJob, target: Target | None = None, member: Member | None = None) -> None:
         use_threads(job.extract.threads)
         self.job = job
-        self.target = target or load_target(job.target, device=worker_device(), tokenizer=False)
+        self._writes = member is None or member.rank == 0
+        if member is not None:
+            join_group(member)
+        size = 1 if member is None else member.size
+        self.target = target or load_target(job.target, device=worker_device(), tokenizer=False, tensor_parallel=size)
         self.table = ResponsesTable.open(job.responses_dir)
+        self.choice = choose_way(self.target, job.identity.layer_ids, last_hidden=job.identity.last_hidden,
+                                 batching=job.extract.batching)
+        self.batch_tokens = job.extract.tokens_per_batch(self.target.device.type)
+        self._reading, self._device = threading.Lock(), threading.Lock()
+        self._clock = DeviceClock(self.target.device)
 
     def run(self, unit: ShardUnit, attempt: int) -> dict[str, Any]:
-        """Make and commit one shard; returns counts for the driver.
+        """Make and commit one shard; returns counts for the driver. May be called from several threads at once.
 
         Raises:
-            ShardRefused: a layer is all zero or two are equal.
+            ShardRefused: a layer is all zero, two are equal, or a sample's states are not those that it has alone.
             CacheError: what was captured does not fit the cache.
         """
         started = time.perf_counter()
-        responses = list(self.table.select(unit.sample_ids))
-        shape = self.target.shape
-        with ShardWriter(self.job.cache_dir, unit.name, self.job.identity, shape.hidden_size, len(responses), attempt,
-                         planned=unit.sample_ids, compression=str(self.job.cache.compression)) as writer:
-            by_id = dict(self._capture(writer, responses))
-            for response in responses:
-                if response.sample_id in by_id:
-                    found = by_id.pop(response.sample_id)
-                    ids, mask = response.input_ids[: found.n_tokens], response.loss_mask[: found.n_tokens]
-                    writer.append(response.sample_id, found.features, ids, mask, found.last_hidden, found.scale)
+        with self._reading:  # the table keeps the part that it read last
+            responses = list(self.table.select(unit.sample_ids))
+        if not self._writes:
+            self._forward(unit.name, self._usable(None, responses), lambda members, captured, ready: None)
+            return {"shard": unit.name}
+        with ShardWriter(self.job.cache_dir, unit.name, self.job.identity, self.target.shape.hidden_size,
+                         len(responses), attempt, planned=unit.sample_ids,
+                         compression=str(self.job.cache.compression)) as writer:
+            usable = self._usable(writer, responses)
+            with ShardStream(writer, usable, self.job.cache.max_length, self._handover()) as stream:
+                lap, refusal = self._forward(unit.name, usable, stream.put)
+                stream.finish()  # what the writer finds wrong says more than the spot check
+            if refusal is not None:
+                raise refusal
             marker = writer.commit()
-        dropped = [row for row in marker.ledger if row["reason"] == "non_finite"]
-        return {"shard": unit.name, "samples": marker.samples, "tokens": marker.tokens, "bytes": marker.bytes,
-                "quarantined": len(dropped), "seconds": round(time.perf_counter() - started, 3)}
+        return self._receipt(marker, lap, time.perf_counter() - started)
 
-    def _capture(
-        self, writer: ShardWriter, responses: Sequence[Response]
-    ) -> Iterator[tuple[str, StoredSample]]:
-        """Features per sample id; samples that cannot be used are dropped in the ledger here."""
+    def _usable(self, writer: ShardWriter | None, responses: Sequence[Response]) -> list[Response]:
+        """The samples to be captured; ledger rows are made for the others, and for those that are cut."""
         limit = self.job.cache.max_length
         usable: list[Response] = []
         for response in responses:
             n_tokens = len(response.loss_mask)
             if not response.loss_mask[:limit].any():
                 detail = f"no supervised token within the first {limit} of {n_tokens}"
-                writer.drop(response.sample_id, TOO_SHORT, detail)
+                if writer is not None:
+                    writer.drop(response.sample_id, TOO_SHORT, detail)
                 continue
-            if n_tokens > limit:
+            if writer is not None and n_tokens > limit:
                 writer.note(response.sample_id, SHORTENED, f"from {n_tokens} to {limit} tokens (cache.max_length)")
             usable.append(response)
-        for batch in batches_by_length(usable, self.job.extract.batch_tokens, limit):
-            sequences = [r.input_ids[:limit].tolist() for r in batch]
-            features, last = capture_features(self.target, self.job.identity.layer_ids, sequences,
-                                              last_hidden=self.job.identity.last_hidden)
-            for row, response in enumerate(batch):
-                try:
-                    yield response.sample_id, self._stored(features[row], last[row] if last is not None else None)
-                except SampleRefused as refused:
-                    writer.drop(response.sample_id, refused.reason, refused.detail)
+        return usable
 
-    def _stored(self, features: torch.Tensor, last: torch.Tensor | None) -> StoredSample:
+    def _forward(self, shard: str, usable: Sequence[Response], put: Put) -> tuple[Lap, ShardRefused | None]:
+        """All passes of a shard, one after the other, while no other shard has the device; the spot check's finding."""
+        sequences: list[Ids] = [r.input_ids[: self.job.cache.max_length] for r in usable]
+        chosen = chosen_sample(shard, len(sequences)) if self.choice.way.name != "single" else None
+        check: SpotCheck | None = None
+        refusal: ShardRefused | None = None
+        with self._device:
+            lap = self._clock.lap()
+            for members in self.choice.way.batches(sequences, self.batch_tokens):
+                with lap.running():
+                    captured = self.choice.way.capture([sequences[i] for i in members])
+                if chosen in members:
+                    assert chosen is not None
+                    check = SpotCheck.of(usable[chosen].sample_id, sequences[chosen], captured, members.index(chosen))
+                put(members, captured, self._ready())
+            if check is not None:
+                with lap.running():
+                    refusal = check.refusal(self.target, self.job.identity.layer_ids, shard, self.choice.way.name)
+        return lap, refusal
+
+    def _ready(self) -> Any:
+        """Behind the pass that was queued last; None on a CPU."""
+        if self.target.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _handover(self) -> Handover:
         form = feature_format(self.job.identity)
-        codes, scale = to_stored(features, form)
-        final = None
-        if last is not None:
-            final, _ = to_stored(last, FeatureFormat(dtype=last_hidden_dtype(form.dtype)))
-        return StoredSample(codes, scale, final, len(features))
+        return Handover(self.target.device, form, FeatureFormat(dtype=last_hidden_dtype(form.dtype)))
+
+    def _receipt(self, marker: CommitMarker, lap: Lap, seconds: float) -> dict[str, Any]:
+        busy_s, wait_s = lap.seconds()
+        return {
+            "shard": marker.shard, "samples": marker.samples, "tokens": marker.tokens, "bytes": marker.bytes,
+            "quarantined": sum(row["reason"] == "non_finite" for row in marker.ledger), "seconds": round(seconds, 3),
+            "device_busy_s": round(busy_s, 4), "device_wait_s": round(wait_s, 4),
+            "batching": self.choice.way.name, "batching_reason": self.choice.reason,
+        }  # fmt: skip
 
 
-def batches_by_length(responses: Sequence[Response], batch_tokens: int, limit: int) -> Iterator[list[Response]]:
-    """Samples of similar length together, at most `batch_tokens` padded tokens a batch (one sample at least).
-
-    None is dropped, the last, smaller batch included. Order: by length, then by place in the shard.
-    """
-    batch: list[Response] = []
-    for response in sorted(responses, key=lambda r: min(len(r.loss_mask), limit)):
-        width = min(len(response.loss_mask), limit)
-        if batch and width * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(response)
-    if batch:
-        yield batch
+def group_member(job: ExtractJob, member: Member) -> ExtractWorker:
+    """One process of a worker that is a group."""
+    return ExtractWorker(job, member=member)

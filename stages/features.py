@@ -56,11 +56,14 @@ class FeatureTap:
 
         return keep
 
+    def take_layers(self) -> list[torch.Tensor]:
+        """The captured states, [S, T, D] per layer, ascending; empties the tap."""
+        captured, self._captured = self._captured, {}
+        return [captured[i] for i in self.layer_ids]
+
     def take(self) -> torch.Tensor:
         """The captured states, [S, T, L, D], layers ascending; empties the tap."""
-        features_STLD = torch.stack([self._captured[i] for i in self.layer_ids], dim=2)
-        self._captured = {}
-        return features_STLD
+        return torch.stack(self.take_layers(), dim=2)
 
 
 @torch.inference_mode()

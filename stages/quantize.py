@@ -108,8 +108,12 @@ def to_stored(states_TLD: torch.Tensor, format: FeatureFormat) -> tuple[NDArray[
         SampleRefused: as `quantize`.
     """
     codes, scale = quantize(states_TLD, format)
-    bits = codes.view(_BITS_OF.get(format.dtype, codes.dtype)).cpu()
-    return bits.numpy(), None if scale is None else scale.cpu().numpy()
+    return stored_bits(codes, format).cpu().numpy(), None if scale is None else scale.cpu().numpy()
+
+
+def stored_bits(codes_TLD: torch.Tensor, format: FeatureFormat) -> torch.Tensor:
+    """Codes in a type that numpy has too: bfloat16 and float8 as the integer of the same width. No copy is made."""
+    return codes_TLD.view(_BITS_OF.get(format.dtype, codes_TLD.dtype))
 
 
 def from_stored(

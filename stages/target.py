@@ -139,7 +139,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dtype: str | None = None,
-                tokenizer: bool = True) -> Target:
+                tokenizer: bool = True, tensor_parallel: int = 1) -> Target:
     """Load the target, frozen, and check that its weights are complete.
 
     Args:
@@ -147,17 +147,19 @@ def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dty
         device: where it goes.
         dtype: overrides `config.dtype`.
         tokenizer: load the tokenizer too.
+        tensor_parallel: processes of this one's group (`stages.group.join_group`) that hold a part of the target each.
 
     Raises:
         TargetError: no such model, weights missing from the checkpoint (a random head trains well and
             accepts nothing), or a structure without a list of decoder layers.
     """
-    from transformers import AutoModelForCausalLM
-
     torch_dtype = DTYPES[dtype or config.dtype]
 
     def load(name: str, **kwargs: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
+        loader = model_loader(load_config(config))
+        if tensor_parallel > 1:
+            kwargs |= _parallel_arguments(tensor_parallel)
+        return loader.from_pretrained(
             name, dtype=torch_dtype, output_loading_info=True, use_safetensors=True, **kwargs
         )
 
@@ -169,7 +171,32 @@ def load_target(config: TargetConfig, *, device: str | torch.device = "cpu", dty
             f"({', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}); they would be random. A tied head needs "
             "tie_word_embeddings: true in config.json"
         )
-    return Target(model.to(device), load_tokenizer(config) if tokenizer else None, config.model)
+    if tensor_parallel == 1:
+        model = model.to(device)  # else each part is where it belongs
+    return Target(model, load_tokenizer(config) if tokenizer else None, config.model)
+
+
+def _parallel_arguments(size: int) -> dict[str, Any]:
+    """What makes `from_pretrained` split the weights by the model's own plan (its name changed in transformers 5)."""
+    try:
+        from transformers import DistributedConfig
+    except ImportError:
+        return {"tp_plan": "auto", "tp_size": size}
+    return {"distributed_config": DistributedConfig(tp_size=size)}
+
+
+def model_loader(config: Any) -> Any:
+    """The class of transformers that loads this config's model: the causal one, else the one of models that also see
+    images, whose text part is the target."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind = getattr(config, "model_type", None)
+    multimodal = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
 def _loading(config: TargetConfig, load: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,21 @@ from cache_schema.layout import feature_format
 from cache_schema.reader import CachedSample, FeatureCache
 from cache_schema.responses import Response, ResponsesTable, create_responses
 from cache_schema.verify import equal_caches, verify_cache
-from stages import extract
 from stages.answers import GenerateJob, GenerateWorker, plan_parts
+from stages.capture import Captured, Way
 from stages.chat import render_prompt
 from stages.config import GenerateConfig, TargetConfig
 from stages.conversation import Conversation
 from stages.decode import decode_plain
-from stages.extract import batches_by_length
 from stages.features import capture_features
 from stages.generate import Answer, Prompt, answer_batch, truncated_distribution
+from stages.packing import Ids
 from stages.quantize import from_stored
 from tests.tiny import (
     FEATURE_LAYERS,
     RESPONSES_IDENTITY,
     VOCAB,
+    Extraction,
     make_target,
     make_tokenizer,
     response,
@@ -300,54 +303,63 @@ def test_long_samples_are_cut_and_hopeless_ones_left_out_each_with_a_ledger_row(
             assert_holds(cache.read(expected.sample_id), expected, min(12, len(expected.input_ids)), FEATURE_LAYERS)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[int], torch.Tensor], None]) -> None:
-    """Let `change` alter, in place, what is captured for each sequence."""
+class Spoiled:
+    """A way of batching whose states are altered by `change`, given ids and states [T, L, D] of each sample."""
 
-    def captured(target: Any, layer_ids: Any, sequences: list[list[int]], **kwargs: Any) -> Any:
-        features, last = capture_features(target, layer_ids, sequences, **kwargs)
-        features = [f.clone() for f in features]
-        for ids, f in zip(sequences, features, strict=True):
-            change(ids, f)
-        return features, last
+    def __init__(self, way: Way, change: Callable[[list[int], torch.Tensor], torch.Tensor]) -> None:
+        self.name, self.batches, self._way, self._change = way.name, way.batches, way, change
 
-    monkeypatch.setattr(extract, "capture_features", captured)
+    def capture(self, sequences: Sequence[Ids]) -> Captured:
+        found = self._way.capture(sequences)
+        parts = [self._change(s.tolist(), found.features(i).clone()) for i, s in enumerate(sequences)]
+        ends = np.cumsum([0, *map(len, parts)])
+        rows = tuple(slice(int(a), int(b)) for a, b in pairwise(ends))
+        ids = np.concatenate([found.ids(i) for i in range(len(sequences))])
+        return Captured(ids, torch.cat(parts).unbind(1), None, rows)
+
+
+def spoil(extraction: Extraction, change: Callable[[list[int], torch.Tensor], torch.Tensor]) -> None:
+    """Let `change` alter what is captured for each sequence in its batch."""
+    worker = extraction.worker
+    worker.choice = dataclasses.replace(worker.choice, way=Spoiled(worker.choice.way, change))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("feature", [{}, {"feature_dtype": "int8", "feature_bits": 6}], ids=["bfloat16", "int8"])
 def test_a_sample_with_non_finite_states_is_quarantined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+    tmp_path: Path, value: float, feature: dict[str, Any]
 ) -> None:
     """Case 5."""
     bad = RESPONSES[2].input_ids.tolist()
 
-    def change(ids: list[int], features: torch.Tensor) -> None:
+    def change(ids: list[int], features: torch.Tensor) -> torch.Tensor:
         if ids == bad:
             features[3, 1, 7] = value
+        return features
 
-    spoil(monkeypatch, change)
-    extraction = start_extraction(tmp_path, TARGET, RESPONSES)
+    extraction = start_extraction(tmp_path, TARGET, RESPONSES, **feature)
+    spoil(extraction, change)
     assert extraction.worker.run(extraction.units[0], 1)["quarantined"] == 1
     cache = FeatureCache.open(extraction.job.cache_dir, extraction.job.identity, require_complete=True)
     assert [(row["sample_id"], row["reason"]) for row in cache.ledger()] == [("c", "non_finite")]
     for expected in RESPONSES:
-        if expected.sample_id != "c":
+        if expected.sample_id != "c" and not feature:
             assert_holds(cache.read(expected.sample_id), expected, len(expected.input_ids), FEATURE_LAYERS)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("zero", "layer 3 is zero"), ("equal", "layers 1 and 4 are identical")])
-def test_a_layer_that_was_captured_wrongly_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
-) -> None:
+def test_a_layer_that_was_captured_wrongly_is_refused(tmp_path: Path, kind: str, words: str) -> None:
     """Cases 3 and 4: the shard is refused, naming layer and sample, and nothing of it stays."""
 
-    def change(_ids: list[int], features: torch.Tensor) -> None:
+    def change(_ids: list[int], features: torch.Tensor) -> torch.Tensor:
         if kind == "zero":
             features[:, 1] = 0
         else:
             features[:, 2] = features[:, 0]
+        return features
 
-    spoil(monkeypatch, change)
     extraction = start_extraction(tmp_path, TARGET, RESPONSES)
+    spoil(extraction, change)
     with pytest.raises(ShardRefused, match=rf"shard-00000, sample 'a'.*{words}"):
         extraction.worker.run(extraction.units[0], 1)
     cache_dir = extraction.job.cache_dir
@@ -371,17 +383,3 @@ def test_a_thousand_samples_are_all_there(tmp_path: Path) -> None:
     assert len(cache) == 1000
     for name in ("sample-0", "sample-499", "sample-999"):
         assert cache.n_tokens(name) == sum(lengths[name])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), max_size=30), batch_tokens=st.integers(1, 120), limit=st.integers(3, 40)
-)
-def test_batches_take_every_sample_once(lengths: list[int], batch_tokens: int, limit: int) -> None:
-    samples = [response(str(i), 0, n) for i, n in enumerate(lengths)]
-    batches = list(batches_by_length(samples, batch_tokens, limit))
-    seen = [r.sample_id for batch in batches for r in batch]
-    assert sorted(seen) == sorted(r.sample_id for r in samples)
-    for batch in batches:
-        assert batch
-        assert len(batch) == 1 or len(batch) * max(min(len(r.loss_mask), limit) for r in batch) <= batch_tokens

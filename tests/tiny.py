@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from cache_schema.identity import CacheIdentity, ResponsesIdentity
 from cache_schema.plan import plan_shards
@@ -20,7 +20,7 @@ from cache_schema.responses import Response, ResponsesTable, create_responses, w
 from stages.config import CacheConfig, ExtractConfig, TargetConfig
 from stages.drafter import Drafter, DrafterSpec
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
-from stages.target import Target
+from stages.target import Target, model_loader
 
 VOCAB, HIDDEN, LAYERS, MASK_ID = 97, 32, 6, 96
 FEATURE_LAYERS = (1, 3, 4)
@@ -49,7 +49,7 @@ def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
     """A random model whose layers do something (the usual 0.02 leaves the residual stream near the embedding)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model_loader(config).from_config(config, dtype=torch.float32)
 
 
 def make_target(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Target:
@@ -156,6 +156,7 @@ def start_extraction(
     shard_bytes: int = 1 << 20,
     batch_tokens: int = 256,
     max_length: int = 512,
+    batching: str = "auto",
     **identity: Any,
 ) -> Extraction:
     """A cache with its plan, its responses and a worker, nothing captured yet."""
@@ -188,7 +189,7 @@ def start_extraction(
             bits=made_of.feature_bits,
             group=made_of.feature_group,
         ),
-        ExtractConfig(batch_tokens=batch_tokens),
+        ExtractConfig(batch_tokens=batch_tokens, batching=batching),  # type: ignore[arg-type]
         made_of,
         folder / "responses",
         folder / "cache",

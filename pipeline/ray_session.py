@@ -1,0 +1,104 @@
+"""A Ray to work in: started, joined or used as it is; and whether a worker fits in it at all.
+
+Ray is imported inside functions, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.errors import PipelineError
+
+_STARTS = 3  # tries to start Ray
+_DEATH_INFO_MS = "5000"  # how long a lost call waits to be told why; Ray's 1 s is too little on a busy machine
+
+
+@contextmanager
+def ensure_ray(
+    *, num_cpus: int | None = None, num_gpus: int | None = None, log_to_driver: bool = False
+) -> Iterator[None]:
+    """A Ray to work in: the one that is there, the cluster that RAY_ADDRESS names, or one of our own.
+
+    Only what is started here is shut down on leaving, on errors and Ctrl-C too.
+
+    Args:
+        num_cpus: CPUs that an own Ray offers; None takes all.
+        num_gpus: GPUs likewise.
+        log_to_driver: show what workers print. Off, because the driver tells every failure itself.
+    """
+    # All are read when Ray is imported or started: no usage report to Ray's makers, and a worker without
+    # GPUs keeps its environment (Ray's coming default, whose announcement is a warning).
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", _DEATH_INFO_MS)
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"namespace": "dflash", "log_to_driver": log_to_driver, "logging_level": "WARNING"}
+    if os.environ.get("RAY_ADDRESS"):
+        options["address"] = os.environ["RAY_ADDRESS"]
+    else:
+        # Receipts are small, so Ray's usual third of the memory is not set aside for objects.
+        options |= {"address": "local", "include_dashboard": False, "num_cpus": num_cpus, "num_gpus": num_gpus}
+        options["object_store_memory"] = 256 << 20
+        # Ray protects an own instance with a token; that is as it should be, and no news to anybody.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    try:
+        _start_ray(options)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_ray(options: dict[str, Any]) -> None:
+    """Start or join Ray; one that a busy machine did not start in time is started again.
+
+    Raises:
+        PipelineError: it did not start in time, three times.
+    """
+    import ray
+
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == _STARTS:
+                raise PipelineError(
+                    f"Ray did not start in time, {_STARTS} times: this machine is too busy, or out of memory. Nothing "
+                    "is lost; run the same command again when it is less so"
+                ) from error
+
+
+def require_room(resources: Mapping[str, float], group_size: int = 1) -> None:
+    """Refuse what would wait for ever: on one machine nothing is ever added.
+
+    Args:
+        resources: of one actor: `num_cpus`, `num_gpus`.
+        group_size: actors that one worker consists of; they must fit at once.
+
+    Raises:
+        PipelineError: not even one worker fits.
+    """
+    import ray
+
+    if os.environ.get("RAY_ADDRESS"):
+        return  # a cluster may still grow
+    have = ray.cluster_resources()
+    for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        needed = resources.get(option, 0) * group_size
+        if needed > have.get(name, 0):
+            of_group = f" ({group_size} processes)" if group_size > 1 else ""
+            raise PipelineError(
+                f"a worker{of_group} needs {needed:g} {name}, but this machine offers Ray {have.get(name, 0):g}: "
+                f"lower the recipe's threads, or set RAY_ADDRESS to a cluster that has them"
+            )

@@ -1,0 +1,133 @@
+"""A seat in the pool: one actor, or a group of them that holds one target together.
+
+Ray is imported inside functions, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.deaths import death_of
+from pipeline.host import Host, Outcome, Place, Worker
+from pipeline.tasks import Task
+from stages.group import Member
+
+PLACING, BUILDING, READY = "placing", "building", "ready"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeatKind:
+    """What all seats of a pool have in common.
+
+    Attributes:
+        resources: of one actor: `num_cpus`, `num_gpus`.
+        size: actors of a seat.
+        in_flight: units that a seat has at once.
+        namespace: of Ray, where the actors' names are unique: each pool has its own.
+    """
+
+    resources: Mapping[str, float]
+    size: int = 1
+    in_flight: int = 1
+    namespace: str = "dflash"
+
+
+class Seat:
+    """Actors that do units together, from the moment that they are asked for.
+
+    Attributes:
+        name: for people, with process and host once they are known.
+        phase: waiting for room, building the worker, or ready.
+        tasks: that it has now.
+        places: of its actors, by rank, once they are placed.
+        hired_at: by the monotonic clock.
+    """
+
+    def __init__(self, name: str, kind: SeatKind) -> None:
+        self.name, self.kind, self.phase = name, kind, PLACING
+        self.tasks: list[Task] = []
+        self.places: dict[int, Place] = {}
+        self.hired_at = time.monotonic()
+        self._group: Any = None
+        self._actors = [self._actor(rank) for rank in range(kind.size)]
+
+    def _actor(self, rank: int) -> Any:
+        import ray
+
+        kind = self.kind
+        name = self.name if kind.size == 1 else f"{self.name}-rank-{rank}"
+        options: dict[str, Any] = dict(kind.resources)
+        if kind.size > 1:
+            options["scheduling_strategy"] = self._place_in_group(rank)
+        return ray.remote(Host).options(
+            name=name, namespace=kind.namespace, max_restarts=0, max_concurrency=kind.in_flight, **options
+        ).remote()  # fmt: skip
+
+    def _place_in_group(self, rank: int) -> Any:
+        """All actors of a group on one node, or none."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if self._group is None:
+            names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+            bundle = {names.get(option, option): n for option, n in self.kind.resources.items() if n}
+            self._group = ray.util.placement_group([bundle] * self.kind.size, strategy="STRICT_PACK")
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can take another unit."""
+        return self.phase == READY and len(self.tasks) < self.kind.in_flight and not any(t.lone for t in self.tasks)
+
+    def ask_place(self) -> list[Any]:
+        """References to the places, by rank; they resolve when Ray has found room."""
+        return [actor.place.remote() for actor in self._actors]
+
+    def build(self, factory: Callable[..., Worker]) -> list[Any]:
+        """References to the outcomes of building the worker, by rank."""
+        size = self.kind.size
+        if size == 1:
+            return [self._actors[0].build.remote(factory)]
+        meet = self.places[0]
+        members = [Member(rank, size, meet.address, meet.port) for rank in range(size)]
+        return [actor.build.remote(factory, m) for actor, m in zip(self._actors, members, strict=True)]
+
+    def run(self, task: Task, shown: str) -> list[Any]:
+        """References to the outcomes of a unit, by rank; `shown` is the call's name in the dashboard."""
+        self.tasks.append(task)
+        return [actor.run.options(name=shown).remote(task.unit, task.attempt) for actor in self._actors]
+
+    def close(self) -> None:
+        """End its actors, whatever they are at, and give back their room."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+
+
+@dataclass(eq=False)
+class Call:
+    """Something that a seat was asked for: to say where it is, to build its worker, or to do a unit."""
+
+    seat: Seat
+    task: Task | None = None
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+
+def outcome_of(reference: Any) -> Outcome:
+    """What came back for a call; a death is an outcome too, with `died` and whether its node was `lost`."""
+    import ray
+
+    try:
+        found: Outcome = ray.get(reference)
+        return found
+    except ray.exceptions.RayTaskError as error:  # around the guarded call: what it returned cannot be sent, say
+        return {"failure": str(error).strip().rpartition("\n")[2], "traceback": str(error)}
+    except ray.exceptions.RayError as error:
+        death = death_of(error)
+        return {"failure": death.text, "died": True, "lost": death.lost}

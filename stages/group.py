@@ -1,0 +1,58 @@
+"""A group of processes that hold one target together (tensor parallelism): who is who in it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+from stages.errors import TargetError
+
+MEETING_S = 600
+"""How long processes wait for each other, at first and in every exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group; picklable.
+
+    Attributes:
+        rank: 0 … size - 1; rank 0 alone commits, its receipt counts.
+        size: processes of the group.
+        address: of rank 0's node, where the group meets.
+        port: free on that node when the group was formed.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+def join_group(member: Member) -> None:
+    """Meet the other processes of the group; returns when all are there. A process is in one group for its life.
+
+    Raises:
+        TargetError: they did not all come in time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # transformers asks the environment who this is. Ray gives each process its GPU as number 0.
+    places = {"RANK": member.rank, "WORLD_SIZE": member.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": member.size,
+              "MASTER_ADDR": member.address, "MASTER_PORT": member.port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    host = f"[{member.address}]" if ":" in member.address else member.address
+    try:
+        dist.init_process_group(
+            backend, init_method=f"tcp://{host}:{member.port}", rank=member.rank, world_size=member.size,
+            timeout=datetime.timedelta(seconds=MEETING_S),
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise TargetError(
+            f"process {member.rank} of {member.size} did not meet its group at {member.address}:{member.port} within "
+            f"{MEETING_S} s: {str(error).strip().splitlines()[0]}. Are the ports between processes of one node open?"
+        ) from error
