@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.servers.ray_head import ray_head
 from tests.servers.s3 import S3Server, missing_programs, start_s3
 
 BUCKET = "dflash-tests"
@@ -33,3 +34,10 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_SKIP_SIGNATURE"):
         monkeypatch.delenv(name, raising=False)
     return f"s3://{BUCKET}/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Where a Ray waits for the command lines of tests (set RAY_ADDRESS to it), for the whole session."""
+    with ray_head() as address:
+        yield address

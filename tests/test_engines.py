@@ -196,8 +196,9 @@ def generate(recipe: Path, run: Path, *settings: str) -> list[str]:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was_without_duplicates(
-    recipe: Path, server: CompletionServer, tmp_path: Path
+    recipe: Path, server: CompletionServer, tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
     urls = f"generate.server_urls=[{server.url}]"
     server.behave = lambda request: Change(delay_s=0.1)
     run = tmp_path / "killed"
@@ -219,7 +220,10 @@ def test_a_killed_run_goes_on_where_it_was_without_duplicates(
 
 
 @pytest.mark.ray
-def test_a_server_that_is_not_there_is_one_clear_message(recipe: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_one_clear_message(
+    recipe: Path, tmp_path: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
     urls = "generate.server_urls=[http://127.0.0.1:9]"
     command = generate(recipe, tmp_path / "run", urls, "generate.retries=0")
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200)

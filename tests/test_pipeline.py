@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -11,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -64,14 +65,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def dflash(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def dflash(*args: str | Path, ray: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with a Ray of its own or on the one at that address."""
     command = [sys.executable, "-m", "pipeline.cli", *map(str, args)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=280, **options)
+    return subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=280, env=environment(ray)
+    )
+
+
+def environment(ray: str | None) -> dict[str, str]:
+    return {**os.environ, **({"RAY_ADDRESS": ray} if ray else {})}
+
+
+def dflash_here(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in this process: for what ends before any worker is started."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli.guarded(lambda: cli.dflash.main(args=[*map(str, args)], prog_name="dflash", standalone_mode=False))
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> Path:
-    """The run folder of a run that nothing disturbed."""
+    """The run folder of a run that nothing disturbed, on a Ray of its own."""
     done = dflash("run", home / "r.yaml", "--set", f"run={home / 'undisturbed'}")
     assert done.returncode == 0, done.stderr
     assert "Identical  3 of 3" in done.stdout
@@ -137,11 +153,12 @@ def test_a_cache_in_an_object_store_trains_the_same_drafter(home: Path, undistur
 
 
 @pytest.mark.ray
-def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path) -> None:
+def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path, ray_address: str) -> None:
     run = home / "compact"
     shutil.copytree(undisturbed / "responses", run / "responses")
     for stage in ("extract", "train"):
-        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", "cache.profile=compact")
+        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", "cache.profile=compact",
+                      ray=ray_address)
         assert done.returncode == 0, done.stderr
     assert verify_cache(run / "cache").ok
     sizes = [describe_cache(folder / "cache")["bytes"] for folder in (undisturbed, run)]
@@ -150,7 +167,7 @@ def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path) ->
               (undisturbed, run)]
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
-    again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    again = dflash_here("extract", home / "r.yaml", "--set", f"run={run}")
     assert again.returncode == 1
     assert "feature_dtype: found 'float8_e4m3fn', expected 'bfloat16'" in again.stderr
 
@@ -168,9 +185,10 @@ WATCHED: dict[str, Callable[[Path], bool]] = {
 }
 
 
-def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], delay_s: float) -> bool:
+def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], delay_s: float, ray: str) -> bool:
     """Start a stage, wait until it has committed something, `kill -9` it a moment later; False if it ended first."""
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=REPO, stdout=quiet, stderr=quiet, env=environment(ray)) as process:
         deadline = time.monotonic() + 120
         while process.poll() is None and not begun(run) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -184,16 +202,16 @@ def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], d
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_stages_end_like_an_undisturbed_run(home: Path, undisturbed: Path) -> None:
+def test_killed_stages_end_like_an_undisturbed_run(home: Path, undisturbed: Path, ray_address: str) -> None:
     chance = random.Random(os.environ.get("DFLASH_KILL_SEED", "7"))
     run = home / "killed"
     killed = dict.fromkeys(STEPS, 0)
     for stage in STEPS:
         command = [sys.executable, "-m", "pipeline.cli", stage, str(home / "r.yaml"), "--set", f"run={run}"]
         # The first kill comes at any moment of the stage, start-up included, the second in the middle of its work.
-        killed[stage] += run_and_kill(command, run, lambda _: True, chance.uniform(0.5, 6))
-        killed[stage] += run_and_kill(command, run, WATCHED[stage], chance.uniform(0, 0.3))
-        done = dflash(stage, home / "r.yaml", "--set", f"run={run}")
+        killed[stage] += run_and_kill(command, run, lambda _: True, chance.uniform(0.5, 6), ray_address)
+        killed[stage] += run_and_kill(command, run, WATCHED[stage], chance.uniform(0, 0.3), ray_address)
+        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", ray=ray_address)
         assert done.returncode == 0, done.stderr
     assert all(killed[s] == KILLS for s in ("generate", "extract", "train")), killed
     ours, theirs = ResponsesTable.open(run / "responses"), ResponsesTable.open(undisturbed / "responses")
@@ -215,7 +233,7 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(home: Path, undis
         ("train.lr=3e-4", "0.0006", "0.0003"),
     ):
         stage = {"generate": "generate", "cache": "extract", "train": "train"}[setting.split(".")[0]]
-        done = dflash(stage, home / "r.yaml", "--set", f"run={undisturbed}", "--set", setting)
+        done = dflash_here(stage, home / "r.yaml", "--set", f"run={undisturbed}", "--set", setting)
         assert done.returncode == 1, done.stderr
         key = setting.split("=")[0].split(".")[1]
         assert key in done.stderr
@@ -227,7 +245,8 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(home: Path, undis
 @pytest.mark.ray
 def test_recipe_for_another_target_than_the_cache(home: Path, undisturbed: Path) -> None:
     save_target(home / "other", make_target(1, make_tokenizer(), vocab_size=300))
-    done = dflash("train", home / "r.yaml", "--set", f"run={undisturbed}", "--set", f"target.model={home / 'other'}")
+    other = f"target.model={home / 'other'}"
+    done = dflash_here("train", home / "r.yaml", "--set", f"run={undisturbed}", "--set", other)
     assert done.returncode == 1
     assert "weights" in done.stderr
     assert "Traceback" not in done.stderr
@@ -254,14 +273,14 @@ def test_bad_input_is_one_clear_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (home / "empty.jsonl").touch()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     stage = "extract" if "layer_ids" in settings[0] else "generate"
     command = [stage, str(home / "r.yaml"), "--set", f"run={tmp_path / 'run'}"]
     for setting in settings:
         command += ["--set", setting]
     if stage == "extract":
         shutil.copytree(request.getfixturevalue("undisturbed") / "responses", tmp_path / "run" / "responses")
-    done = dflash(*command)
+    done = dflash_here(*command)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -281,32 +300,34 @@ def test_cache_commands(home: Path, undisturbed: Path) -> None:
     assert sample["tokens"] == len(sample["input_ids"]) == shard["stored"][0]["tokens"]
     assert sample["supervised"] == sum(sample["loss_mask"])
     assert sample_id in runner.invoke(cli.dflash, ["cache", "show", cache, "shard-00000", sample_id]).output
-    assert dflash("cache", "verify", cache).returncode == 0
+    assert dflash_here("cache", "verify", cache).returncode == 0
 
 
 @pytest.mark.ray
-def test_flipped_byte_is_found_stops_training_and_is_repaired(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_flipped_byte_is_found_stops_training_and_is_repaired(
+    home: Path, undisturbed: Path, tmp_path: Path, ray_address: str
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
     victim = next((run / "cache" / "shards").glob("shard-00001.*")) / "features" / "c" / "0" / "0" / "0"
     data = bytearray(victim.read_bytes())
     data[len(data) // 3] ^= 1
     victim.write_bytes(data)
-    found = dflash("cache", "verify", run / "cache")
+    found = dflash_here("cache", "verify", run / "cache")
     assert found.returncode == 1
     assert "shard-00001" in found.stdout
     shutil.rmtree(run / "train")
     (run / "status" / "train.json").unlink()
-    trained = dflash("train", home / "r.yaml", "--set", f"run={run}")
+    trained = dflash("train", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert trained.returncode == 1
     assert "shard-00001" in trained.stderr
     assert "Traceback" not in trained.stderr
-    repaired = dflash("cache", "repair", home / "r.yaml", "--set", f"run={run}", "--json")
+    repaired = dflash("cache", "repair", home / "r.yaml", "--set", f"run={run}", "--json", ray=ray_address)
     assert repaired.returncode == 0, repaired.stderr
     assert json.loads(repaired.stdout)["made"] == ["shard-00001"]
     assert equal_caches(run / "cache", undisturbed / "cache") == []
     assert verify_cache(run / "cache").ok
-    again = dflash("cache", "verify", run / "cache", "--recompute", "3", "--json")
+    again = dflash_here("cache", "verify", run / "cache", "--recompute", "3", "--json")
     assert again.returncode == 0, again.stderr
     assert all(layer["largest"] < 1e-2 for layer in json.loads(again.stdout)["recompute"]["layers"])
 
@@ -315,7 +336,7 @@ def test_a_second_driver_is_refused(home: Path, tmp_path: Path) -> None:
     from pipeline.folder import RunFolder
 
     with RunFolder(tmp_path / "run").locked():
-        done = dflash("generate", home / "r.yaml", "--set", f"run={tmp_path / 'run'}")
+        done = dflash_here("generate", home / "r.yaml", "--set", f"run={tmp_path / 'run'}")
     assert done.returncode == 1
     assert f"process {os.getpid()}" in done.stderr
 
@@ -326,7 +347,8 @@ def test_training_on_an_evaluation_prompt_is_refused(home: Path, undisturbed: Pa
     shutil.copytree(undisturbed, run)
     shutil.rmtree(run / "evaluate")
     (run / "status" / "evaluate.json").unlink()
-    done = dflash("evaluate", home / "r.yaml", "--set", f"run={run}", "--set", "evaluate.sources.0.path=train.jsonl")
+    same = "evaluate.sources.0.path=train.jsonl"
+    done = dflash_here("evaluate", home / "r.yaml", "--set", f"run={run}", "--set", same)
     assert done.returncode == 1
     assert "trained on" in done.stderr
 
@@ -348,11 +370,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.ray
-def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Path) -> None:
+def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Path, ray_address: str) -> None:
     run = small_disk / "run"
     run.mkdir()
     shutil.copytree(undisturbed / "responses", run / "responses")
-    done = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    done = dflash("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr
     assert "run the same command again" in done.stderr
@@ -364,7 +386,7 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     groups = {p.name.split(".")[0] for p in (run / "cache" / "shards").iterdir()}
     assert groups <= set(committed), "an attempt that failed left its files"
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    again = dflash("extract", home / "r.yaml", "--set", f"run={run}")
+    again = dflash("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert again.returncode == 0, again.stderr
     assert verify_cache(run / "cache").ok
 
@@ -378,7 +400,9 @@ def damage(path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_finished_stage_whose_output_has_gone_makes_it_again(home: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_finished_stage_whose_output_has_gone_makes_it_again(
+    home: Path, undisturbed: Path, tmp_path: Path, ray_address: str
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     (folder / "responses" / "commits" / "part-00003.json").unlink()
@@ -387,9 +411,9 @@ def test_a_finished_stage_whose_output_has_gone_makes_it_again(home: Path, undis
     (folder / "evaluate" / "results.json").unlink()
     next((folder / "evaluate" / "prompts").iterdir()).write_text("{}")
     damage(folder / "export" / "model.safetensors")
-    refused = dflash("export", home / "r.yaml", "--set", f"run={folder}")
+    refused = dflash_here("export", home / "r.yaml", "--set", f"run={folder}")
     assert refused.returncode == 1  # no earlier state is a stand-in for the finished one
-    done = dflash("run", home / "r.yaml", "--set", f"run={folder}")
+    done = dflash("run", home / "r.yaml", "--set", f"run={folder}", ray=ray_address)
     assert done.returncode == 0, done.stderr
     again = [line.split(":")[0] for line in done.stderr.splitlines() if "making that again" in line]
     assert again == list(STEPS)
@@ -417,14 +441,14 @@ def test_damaged_small_files_are_named(
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
     (run / file).write_text(content)
-    done = dflash(stage, home / "r.yaml", "--set", f"run={run}")
+    done = dflash_here(stage, home / "r.yaml", "--set", f"run={run}")
     assert done.returncode == 1, done.stderr
     assert file in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_file_where_the_run_folder_belongs(home: Path) -> None:
-    done = dflash("generate", home / "r.yaml", "--set", f"run={home / 'train.jsonl'}")
+    done = dflash_here("generate", home / "r.yaml", "--set", f"run={home / 'train.jsonl'}")
     assert done.returncode == 1
     assert "train.jsonl" in done.stderr
     assert "Traceback" not in done.stderr
@@ -432,6 +456,6 @@ def test_a_file_where_the_run_folder_belongs(home: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["extract.threads=0", "seed=99999999999999999999999", "evaluate.threads=-1"])
 def test_settings_that_no_run_could_use(home: Path, setting: str) -> None:
-    done = dflash("plan", home / "r.yaml", "--set", setting)
+    done = dflash_here("plan", home / "r.yaml", "--set", setting)
     assert done.returncode == 2, done.stderr
     assert setting.split("=")[0] in done.stderr

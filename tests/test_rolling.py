@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +368,14 @@ def test_what_a_failed_attempt_left_goes_when_the_next_one_commits(extraction: E
 # --- whole runs --------------------------------------------------------------------------------------------------
 
 SETTINGS = ["extract.workers=2", "train.window_shards=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray(ray_address: str) -> Iterator[None]:
+    """One Ray for all runs of this module, those in processes of their own included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_address)
+        yield
 
 
 @pytest.fixture(scope="module")
