@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from tests.servers.ray_head import ray_head
 from tests.servers.s3 import S3Server, missing_programs, start_s3
 
 BUCKET = "dflash-tests"
+
+# Ray's workers run at nice 15: on a machine that does anything else, tests would wait for them for minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session")
