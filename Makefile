@@ -18,7 +18,8 @@ SETTINGS := $(foreach s,$(SET),--set '$(s)')
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types constraints bench-cache bench-runner bench-flips bench-interruptions bench-rolling bench-extract bench-frontier $(STAGES)
+.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
+    bench-runner bench-extract bench-train bench-resume bench-train-data sweep $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -56,6 +57,19 @@ bench-runner: $(STAMP) ## cost of the pool of workers per shard; a cluster whose
 
 bench-extract: $(STAMP) ## speed of the extract stage beside bare passes and the usual way; BENCH_ARGS=--quick is a try
 	$(BIN)/python -m benchmarks.extract $(BENCH_ARGS)
+
+bench-train: $(STAMP) ## time and memory of a training step beside others; BENCH_ARGS=--quick is a try
+	$(BIN)/python -m benchmarks.train $(BENCH_ARGS)
+
+bench-resume: $(STAMP) ## two ranks and one the same; ten stops of a training (kill -9, SIGTERM): the same weights
+	$(BIN)/python -m benchmarks.resume $(BENCH_ARGS)
+
+bench-train-data: $(STAMP) ## how long training waits for its data, with the cache on a local disk
+	$(BIN)/python -m benchmarks.train_data $(BENCH_ARGS)
+
+sweep: $(STAMP) ## the ablations of the paper on a small target, one page: runs/ablations/sweep.html
+	$(BIN)/python -m benchmarks.ablation_target
+	$(DFLASH) sweep recipes/ablations.yaml $(SWEEP_ARGS)
 
 bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
 	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)

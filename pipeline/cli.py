@@ -111,6 +111,32 @@ def plan_command(
     click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
 
 
+@dflash.command("sweep")
+@click.argument("sweep", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; runs/<name> unless given.")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Trainings at a time.")
+@click.option("--only", multiple=True, metavar="SETTING", help="Only this setting (may be given again).")
+@click.option("--page-only", is_flag=True, help="Draw the page from what is done; train nothing.")
+def sweep_command(sweep: Path, out: Path | None, workers: int, only: tuple[str, ...], page_only: bool) -> None:
+    """Train every setting of SWEEP on one cache, with every seed, and compare them on one page.
+
+    Goes on where it stopped.
+    """
+    from pipeline.sweep import planned_sweep, run_sweep
+    from pipeline.sweep_file import load_sweep
+    from pipeline.sweep_page import write_sweep_page
+
+    loaded = load_sweep(sweep, only)
+    folder = out or Path("runs") / loaded.name
+    trainings = planned_sweep(loaded, folder, say)
+    if not page_only:
+        try:
+            run_sweep(trainings, say, workers=workers)
+        finally:
+            write_sweep_page(loaded, trainings, folder)
+    click.echo(str(write_sweep_page(loaded, trainings, folder)))
+
+
 dflash.add_command(cache_work_cli.cache_group)
 
 

@@ -1,16 +1,6 @@
 """What a run costs, by formula: parameters, FLOPs, bytes.
 
-A multiplication and an addition are 2 FLOPs. With D hidden, n feature layers, N drafter layers, E head
-width, H query heads, G key/value heads, I MLP width, V vocabulary, B block size; and per sample T tokens,
-A anchors, Q = A·B block slots, C visible context positions of a block (mean), the drafter's step costs
-
-    part            forward                            backward   because
-    ctx projection  2·T·n·D·D                          1 ×        features are data: only fc's own gradient
-    ctx keys/values 2·N·T·D·2·G·E                      2 ×
-    block linear    2·N·Q·(2·D·H·E + 2·D·G·E + 3·D·I)  2 ×
-    attention       4·N·Q·(C+B)·H·E                    2 ×        only visible pairs are counted
-    head            2·A·(B−1)·D·V                      1 ×        the head is frozen: only its input's gradient
-
+A multiplication and an addition are 2 FLOPs. The drafter's step is counted by `stages.hardware.step_flops`.
 Norms, embedding look-ups, the softmax and the optimizer are left out (below 1 %). A kernel that works on a
 dense mask also pays for invisible pairs; recomputation would add one more forward.
 """
@@ -43,24 +33,19 @@ def frozen_parameters(spec: DrafterSpec) -> int:
 
 
 def sample_flops(spec: DrafterSpec, *, tokens: float, anchors: float, visible: float) -> dict[str, float]:
-    """FLOPs of one sample in one training step, forward and backward, by part (formulas above).
+    """FLOPs of one sample in one training step, forward and backward, by part.
 
     Args:
         tokens: T, of the sample.
         anchors: A, of the sample.
         visible: C, context positions that a block sees, on average.
     """
-    D, E, N, B = spec.hidden_size, spec.head_dim, spec.n_layers, spec.block_size
-    H, G = spec.n_heads, spec.n_kv_heads
-    slots = anchors * B
-    block = 2 * D * H * E + 2 * D * G * E + 3 * D * spec.intermediate_size
-    return {
-        "ctx_projection": 2 * 2 * tokens * len(spec.feature_layer_ids) * D * D,
-        "ctx_keys_values": 3 * 2 * N * tokens * D * 2 * G * E,
-        "block_linear": 3 * 2 * N * slots * block,
-        "attention": 3 * 4 * N * slots * (visible + B) * H * E,
-        "head": 2 * 2 * anchors * (B - 1) * D * spec.vocab_size,
-    }
+    from stages.hardware import step_flops
+
+    slots = anchors * spec.block_size
+    return step_flops(
+        spec, context_rows=tokens, slots=slots, labels=slots - anchors, visible=slots * (visible + spec.block_size)
+    )
 
 
 def prefill_flops(text_config: Any, *, n_layers: int, tokens: float) -> float:

@@ -54,9 +54,9 @@ def plan_run(recipe: Recipe, n_samples: int | None = None, mean_tokens: float | 
     layer_ids = shape.layer_ids(recipe.cache.n_layers, recipe.cache.layer_ids)
     mask_id, mask_source = _mask(recipe, shape.vocab_size)
     # The MASK id changes no size; -1 stands in where it is not known yet.
-    spec = spec_for_target(
-        recipe.drafter, config, feature_layer_ids=layer_ids, mask_token_id=-1 if mask_id is None else mask_id
-    )
+    used = recipe.drafter.feature_layers or layer_ids
+    mask = -1 if mask_id is None else mask_id
+    spec = spec_for_target(recipe.drafter, config, feature_layer_ids=used, mask_token_id=mask)
     counts = count_samples(recipe, n_samples, mean_tokens)
     cache = _cache(recipe, spec, counts)
     return {

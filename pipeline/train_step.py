@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pipeline.errors import PipelineError
 from pipeline.extract_step import cache_identity
 from pipeline.pool import cpus_of
+from pipeline.recipe import Recipe
 from pipeline.run import Run, say_resume
 from pipeline.runner import ensure_ray
 from stages.config import identity_fields
@@ -16,26 +18,44 @@ from stages.config import identity_fields
 
 def train_job(run: Run) -> Any:
     """The training job of this run, with its fingerprint pinned in the training folder."""
+    return job_in(run, run.recipe, run.folder.train)
+
+
+def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
+    """A training job on a run's cache, with its fingerprint pinned in a folder of its own.
+
+    Args:
+        run: whose cache is trained on.
+        recipe: gives seed, drafter and training; the run's own, or one that differs from it in these only.
+        folder: for `metrics.jsonl`, checkpoints and the rest.
+
+    Raises:
+        FingerprintMismatch: the folder holds another training.
+    """
+    from stages.initial import initial_sha256
     from stages.train import TrainJob
 
-    recipe = run.recipe
-    identity = cache_identity(run)
+    identity, train, initial = cache_identity(run), recipe.train, None
+    if train.init_from is not None:
+        train = dataclasses.replace(train, init_from=str(Path(train.init_from).resolve()))
+        initial = initial_sha256(Path(train.init_from or ""))
     made_of = {
         "cache": identity.to_json(),
         "seed": recipe.seed,
         "drafter": identity_fields(recipe.drafter),
-        "train": identity_fields(recipe.train),
+        "train": identity_fields(train),
         "mask_token_id": recipe.target.mask_token_id,
+        "initial_sha256": initial,
     }
-    fingerprint = run.pin("train", run.folder.train, made_of)
+    fingerprint = run.pin("train", folder, made_of)
     return TrainJob(
         recipe.target,
         recipe.drafter,
-        recipe.train,
+        train,
         identity,
         recipe.seed,
         run.cache,
-        run.folder.train.resolve(),
+        folder.resolve(),
         fingerprint,
     )
 
@@ -85,7 +105,7 @@ def run_train(run: Run) -> None:
 
 
 def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
-    rows = _metrics(run.folder.train / "metrics.jsonl")
+    rows = read_rows(run.folder.train / "metrics.jsonl")
     heldout = [r for r in rows if r["kind"] == "heldout"]
     steps = [r for r in rows if r["kind"] == "step"]
     return {
@@ -96,7 +116,8 @@ def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
     }
 
 
-def _metrics(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, as far as they are whole."""
     rows = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -127,7 +148,9 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
     """
     from stages import checkpoint
     from stages.drafter import Drafter
+    from stages.replicas import Replicas
     from stages.train import make_spec
+    from stages.world import World
 
     folder = _final_checkpoint(run, job)
     if folder is None:
@@ -135,6 +158,6 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
             f"{run.folder.train} has no intact checkpoint of the last step; run the train stage, it goes on where it "
             "stopped"
         )
-    drafter = Drafter(make_spec(job.target, job.drafter, job.identity.layer_ids))
-    checkpoint.load_weights(folder, drafter)
+    drafter = Drafter(make_spec(job.target, job.drafter, job.drafter.feature_layers or job.identity.layer_ids))
+    checkpoint.load_weights(folder, Replicas(drafter, World()))
     return drafter, json.loads((folder / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]

@@ -70,3 +70,32 @@ def slot_weights(block_size: int, gamma: float) -> Floats:
 def default_gamma(block_size: int) -> float:
     """γ of the paper for B = 16, 10 and 8; between and beyond them B/2 − 1 (at least 1), which is near all three."""
     return _PAPER_GAMMA.get(block_size, max(1.0, block_size / 2 - 1))
+
+
+def partition_anchors(loss_mask: npt.NDArray[np.uint8], n: int, block_size: int, **key: object) -> Ints:
+    """First tokens of the blocks of B into which every response is divided from its first token on, ascending.
+
+    They are the same in every epoch; only which `n` of them are taken, where there are more, depends on `key`
+    (as in `sample_anchors`). The blocks of a response do not overlap and leave none of its tokens out, except that the
+    last one may have no successor to predict. Source: DFlash, arXiv 2602.06036, Table 9 (without random anchors).
+    """
+    mask = loss_mask.astype(bool)
+    starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    places = np.arange(len(mask))
+    # Distance of each position from the start of its response; meaningless outside of one.
+    into = places - starts[np.maximum(np.searchsorted(starts, places, side="right") - 1, 0)] if len(starts) else places
+    eligible = eligible_anchors(loss_mask)
+    anchors: Ints = eligible[into[eligible] % block_size == 0]
+    if len(anchors) <= n:
+        return anchors
+    rng = np.random.Generator(np.random.Philox(key=stable_key("anchors", *key.values())))
+    return np.sort(rng.choice(anchors, size=n, replace=False))
+
+
+def choose_anchors(
+    loss_mask: npt.NDArray[np.uint8], n: int, *, choice: str, block_size: int, seed: int, epoch: int, sample_id: str
+) -> Ints:
+    """Anchors by `train.anchor_choice`: `random` (see `sample_anchors`) or `partition` (see `partition_anchors`)."""
+    if choice == "partition":
+        return partition_anchors(loss_mask, n, block_size, seed=seed, epoch=epoch, sample_id=sample_id)
+    return sample_anchors(loss_mask, n, seed=seed, epoch=epoch, sample_id=sample_id)

@@ -1,63 +1,80 @@
-"""Who sees what, and attention over it.
+"""Attention of block slots over injected context and their own block: one interface, several forms, same numbers.
 
-Shapes: S sequences, T context tokens, A anchors, B block size, Q = A·B slots, H query heads, G key/value
-heads, P = T + Q keys, E head width.
+| form | where | how |
+|---|---|---|
+| `dense` | anywhere | one boolean mask over all keys: the oracle, and for a single block |
+| `grouped` | CPU | neighbouring blocks together, over the visible prefix and their own slots only |
+| `flex` | GPU | compiled flex attention under a block mask that is made by arithmetic |
 
-This is the dense form: one boolean mask [S, 1, Q, T + Q]. It is exact on every device and serves as the
-oracle for faster forms.
+Shapes: C context rows, Q slots, R slots that ask, H query heads, G key/value heads, E head width.
 """
 
 from __future__ import annotations
 
+from typing import Literal, Protocol
+
 import torch
-import torch.nn.functional as F
+
+from stages.attention_dense import DenseAttention
+from stages.attention_flex import FlexAttention
+from stages.attention_grouped import GroupedAttention
+from stages.layout import KeysValues, Layout, visible_spans
+
+AttentionForm = Literal["auto", "dense", "grouped", "flex"]
 
 
-def block_positions(anchors_SA: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Positions a … a+B−1 of every block's slots, [S, Q]. A padding block (negative anchor) stands at 0."""
-    slots = torch.arange(block_size, device=anchors_SA.device)
-    return (anchors_SA.clamp(min=0)[..., None] + slots).flatten(1)
+class BlockAttention(Protocol):
+    """Attention with its mask made."""
+
+    def __call__(self, queries_RHE: torch.Tensor, context: KeysValues, slots: KeysValues) -> torch.Tensor:
+        """Outputs [R, H, E].
+
+        Args:
+            queries_RHE: of the slots that ask, normed and rotated.
+            context: of the context rows, [C, G, E] each.
+            slots: of all slots, [Q, G, E] each.
+        """
+        ...
 
 
-def visible_mask(
-    anchors_SA: torch.Tensor, block_size: int, n_context: int, *, window: int | None = None, causal: bool = True
-) -> torch.Tensor:
-    """Visibility of keys (context, then all slots) to every slot, boolean [S, 1, Q, T + Q].
-
-    A slot sees context positions below its anchor (never the anchor's own feature: at inference the
-    anchor has not been through the target yet) and all slots of its own block, in both directions. With
-    a window, also `0 ≤ q − k < window` over positions, or `|q − k| < window` when not causal.
+class AttentionPlan:
+    """The masks of a micro-batch, each made once and shared by the layers that need it.
 
     Args:
-        anchors_SA: int64; negative marks a padding block, which sees its own slots only.
+        layout: where everything stands.
         block_size: B.
-        n_context: T.
-        window: of a sliding-window layer.
-        causal: whether such a layer is causal inside the block.
-
-    Source: specification, section 2.
+        form: `auto` takes the fastest for the device.
+        causal: whether sliding-window layers are causal inside the block.
+        rows_R: slots that ask in the last layer, ascending; None for all.
     """
-    n_sequences, n_anchors = anchors_SA.shape
-    device = anchors_SA.device
-    context_T = torch.arange(n_context, device=device)
-    anchor_SQ = anchors_SA.repeat_interleave(block_size, dim=1)
-    block_Q = torch.arange(n_anchors, device=device).repeat_interleave(block_size)
-    sees_context = context_T < anchor_SQ[..., None]
-    sees_slots = (block_Q[:, None] == block_Q[None, :]).expand(n_sequences, -1, -1)
-    if window is not None:
-        query_SQ = block_positions(anchors_SA, block_size)
-        sees_context = sees_context & (query_SQ[..., None] - context_T < window)
-        distance_SQQ = query_SQ[:, :, None] - query_SQ[:, None, :]
-        near = (distance_SQQ >= 0) & (distance_SQQ < window) if causal else distance_SQQ.abs() < window
-        sees_slots = sees_slots & near
-    return torch.cat([sees_context, sees_slots], dim=2)[:, None]
+
+    def __init__(
+        self, layout: Layout, block_size: int, *, form: AttentionForm = "auto", causal: bool = True,
+        rows_R: torch.Tensor | None = None,
+    ) -> None:
+        self.layout, self.block_size, self.causal, self.rows_R = layout, block_size, causal, rows_R
+        self.form = form_for(layout.device) if form == "auto" else form
+        self._made: dict[tuple[int | None, bool], BlockAttention] = {}
+
+    def layer(self, window: int | None, *, last: bool = False) -> BlockAttention:
+        """For a layer with this window (None: full attention)."""
+        key = (window, last and self.rows_R is not None)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, window: int | None, chosen: bool) -> BlockAttention:
+        spans = visible_spans(self.layout, self.block_size, window=window, causal=self.causal)
+        n_context, n_slots = sum(self.layout.n_context), len(spans.slot_start)
+        rows_R = self.rows_R if chosen else None
+        if self.form == "grouped":
+            return GroupedAttention(self.layout, self.block_size, spans, rows_R)
+        asking = spans if rows_R is None else spans.of(rows_R)
+        return (FlexAttention if self.form == "flex" else DenseAttention)(asking, n_context, n_slots)
 
 
-def attend(
-    queries_SHQE: torch.Tensor, keys_SGPE: torch.Tensor, values_SGPE: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """Scaled dot-product attention with grouped key/value heads, [S, H, Q, E]."""
-    shared = queries_SHQE.shape[1] // keys_SGPE.shape[1]
-    keys = keys_SGPE.repeat_interleave(shared, dim=1)
-    values = values_SGPE.repeat_interleave(shared, dim=1)
-    return F.scaled_dot_product_attention(queries_SHQE, keys, values, attn_mask=mask)
+def form_for(device: torch.device) -> AttentionForm:
+    """The fastest form on a device."""
+    if device.type == "cpu":
+        return "grouped"
+    return "flex" if device.type == "cuda" else "dense"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,18 @@ from cache_schema.durable import fsync_dir, fsync_tree
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.identity import sha256_bytes, sha256_file
 from cache_schema.names import random_tag
+from stages.replicas import Replicas
 
 log = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best look at the held-out samples so far: its step, whose checkpoint is kept, and its simulated τ."""
+
+    step: int
+    tau: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +44,14 @@ class Progress:
         fingerprint: of what is trained on what; a checkpoint of another one is refused.
         skipped: reason by id, of the samples met so far that could not be used.
         order: what the order of the steps is made of.
+        best: the best look so far; None before the first.
     """
 
     step: int
     fingerprint: str
     skipped: dict[str, str] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
+    best: Best | None = None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -48,9 +59,15 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint; returns its folder. An intact one of the same step is left as it is."""
+def save_checkpoint(folder: Path, progress: Progress, replicas: Replicas, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint; returns its folder. An intact one of the same step is left as it is.
+
+    Every rank calls it, since ranks may hold only parts of the weights; the first one writes.
+    """
     final = step_folder(folder, progress.step)
+    weights, moments = _weights(replicas), _moments(replicas, optimizer)
+    if replicas.world.rank != 0:
+        return final
     if final.exists():
         if _intact_state(final) is not None:
             return final
@@ -59,11 +76,11 @@ def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, op
     partial = folder / f".{final.name}.{random_tag()}"
     partial.mkdir()
     try:
-        files = {MODEL: save(_weights(model)), OPTIMIZER: save(_moments(model, optimizer))}
+        files = {MODEL: save(weights), OPTIMIZER: save(moments)}
         for name, data in files.items():
             (partial / name).write_bytes(data)
         state = {"step": progress.step, "fingerprint": progress.fingerprint, "skipped": progress.skipped,
-                 "order": progress.order,
+                 "order": progress.order, "best": asdict(progress.best) if progress.best is not None else None,
                  "sha256": {name: sha256_bytes(data) for name, data in files.items()}}
         (partial / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
         fsync_tree(partial)
@@ -75,24 +92,26 @@ def save_checkpoint(folder: Path, progress: Progress, model: torch.nn.Module, op
     return final
 
 
-def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().cpu().contiguous() for name, p in sorted(model.named_parameters())}
+def _weights(replicas: Replicas) -> dict[str, torch.Tensor]:
+    named = sorted(replicas.drafter.named_parameters())
+    return {name: replicas.whole(p.detach()).cpu().contiguous() for name, p in named}
 
 
-def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _moments(replicas: Replicas, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     moments: dict[str, torch.Tensor] = {}
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(replicas.drafter.named_parameters()):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            moments[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+            moments[f"{key}/{name}"] = replicas.whole(torch.as_tensor(value).detach()).cpu().contiguous()
     return moments
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a killed writer left behind."""
+def rotate(folder: Path, keep: int, best: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints and that of step `best`, and what a killed writer left behind."""
     for stale in folder.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
     for old in _folders(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old != step_folder(folder, best):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -116,7 +135,8 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] |
                 f"{fingerprint[:12]}…): cache, drafter or training settings changed. Use another run folder, or remove "
                 f"{folder} to train anew"
             )
-        return candidate, Progress(state["step"], state["fingerprint"], state["skipped"], state["order"])
+        best = Best(**state["best"]) if state.get("best") else None
+        return candidate, Progress(state["step"], state["fingerprint"], state["skipped"], state["order"], best)
     return None
 
 
@@ -129,16 +149,18 @@ def _intact_state(folder: Path) -> dict[str, Any] | None:
     return state if intact and {"step", "fingerprint", "skipped", "order"} <= state.keys() else None
 
 
-def load_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Read a checkpoint's weights into a model of the same shape, in place."""
-    model.load_state_dict(load_file(folder / MODEL))
+def load_weights(folder: Path, replicas: Replicas) -> None:
+    """Read a checkpoint's weights into a drafter of the same shape, in place."""
+    replicas.load(load_file(folder / MODEL))
 
 
-def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint's moments and step counts into an optimizer over `model`'s parameters."""
+def load_optimizer(folder: Path, replicas: Replicas, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint's moments and step counts into an optimizer over the drafter's parameters."""
     stored = load_file(folder / OPTIMIZER)
-    for name, parameter in model.named_parameters():
+    for name, parameter in replicas.drafter.named_parameters():
         entries = {key.split("/", 1)[0]: value for key, value in stored.items() if key.split("/", 1)[1] == name}
         if entries:
             # The step count too: the fused kernel wants it where the parameter is.
-            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in entries.items()}
+            optimizer.state[parameter] = {
+                key: replicas.own_part(value.to(parameter.device), parameter) for key, value in entries.items()
+            }

@@ -8,64 +8,22 @@ never reach a fingerprint.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from cache_schema.errors import DFlashError
 from cache_schema.quantized import QUANTISED, FeatureFormat
+from stages.fields import ConfigError, execution, identity, identity_fields, require, require_threads
+from stages.train_config import DistillConfig, DrafterConfig, TrainConfig
 
-
-class ConfigError(DFlashError):
-    """A setting has a value that no run could use. The message names field, value and remedy."""
-
-
-def identity(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
-    """A field that changes what is computed; it enters the stage's fingerprint."""
-    return _tagged("identity", default, factory)
-
-
-def execution(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
-    """A field that changes only how, where or how fast; it never enters a fingerprint."""
-    return _tagged("execution", default, factory)
-
-
-def _tagged(kind: str, default: Any, factory: Any) -> Any:
-    if factory is not dataclasses.MISSING:
-        return field(default_factory=factory, metadata={"kind": kind})
-    if default is not dataclasses.MISSING:
-        return field(default=default, metadata={"kind": kind})
-    return field(metadata={"kind": kind})
-
-
-def identity_fields(config: Any) -> dict[str, Any]:
-    """The identity fields of a config as JSON-able values, nested configs included."""
-    out: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        if f.metadata.get("kind", "identity") == "execution":
-            continue
-        out[f.name] = _plain(getattr(config, f.name))
-    return out
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return identity_fields(value)
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _require(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} is {value!r}, but {rule}")
-
-
-def _require_threads(stage: str, threads: int | None) -> None:
-    _require(threads is None or threads > 0, f"{stage}.threads", threads, "it must be above 0, or absent")
+__all__ = [
+    "PROFILES", "CacheConfig", "ConfigError", "DistillConfig", "DrafterConfig", "EvaluateConfig", "ExportConfig",
+    "ExtractConfig", "GenerateConfig", "PromptsConfig", "SourceConfig", "TargetConfig", "TrainConfig", "execution",
+    "identity", "identity_fields",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +68,7 @@ class SourceConfig:
         for name in ("limit", "cap", "weight"):
             value = getattr(self, name)
             ok = value is None or (value > 0 and value != float("inf"))
-            _require(ok, f"prompts.sources.{name}", value, "it must be a number above 0, or absent")
+            require(ok, f"prompts.sources.{name}", value, "it must be a number above 0, or absent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,13 +89,13 @@ class PromptsConfig:
     """A source with a larger share of rejected rows stops the run."""
 
     def __post_init__(self) -> None:
-        _require(len(self.sources) > 0, "prompts.sources", self.sources, "at least one source is needed")
-        _require(self.max_prompt_tokens > 0, "prompts.max_prompt_tokens", self.max_prompt_tokens, "it must be above 0")
+        require(len(self.sources) > 0, "prompts.sources", self.sources, "at least one source is needed")
+        require(self.max_prompt_tokens > 0, "prompts.max_prompt_tokens", self.max_prompt_tokens, "it must be above 0")
         ok = self.max_samples is None or self.max_samples > 0
-        _require(ok, "prompts.max_samples", self.max_samples, "it must be above 0 or absent")
+        require(ok, "prompts.max_samples", self.max_samples, "it must be above 0 or absent")
         weights = [source.weight for source in self.sources]
         ok = None not in weights or not any(weights)
-        _require(ok, "prompts.sources.weight", weights, "all sources must have a weight, or none")
+        require(ok, "prompts.sources.weight", weights, "all sources must have a weight, or none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,27 +144,27 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         self._require_servers()
         n, several = self.answers_per_prompt, self.answers_per_prompt > 1
-        _require(n > 0, "generate.answers_per_prompt", n, "it must be above 0")
+        require(n > 0, "generate.answers_per_prompt", n, "it must be above 0")
         rule = "more than one needs a generate.temperature above 0: greedy answers would be the same"
-        _require(not several or self.temperature > 0, "generate.answers_per_prompt", n, rule)
+        require(not several or self.temperature > 0, "generate.answers_per_prompt", n, rule)
         rule = "mode keep has one answer, the given one"
-        _require(not several or self.mode != "keep", "generate.answers_per_prompt", n, rule)
-        _require(self.max_new_tokens >= 2, "generate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
-        _require(self.temperature >= 0, "generate.temperature", self.temperature, "it must be 0 or above")
-        _require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "it must be in (0, 1]")
-        _require(self.top_k >= 0, "generate.top_k", self.top_k, "it must be 0 (off) or above")
-        _require(self.part_samples > 0, "generate.part_samples", self.part_samples, "it must be above 0")
-        _require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
-        _require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
-        _require_threads("generate", self.threads)
+        require(not several or self.mode != "keep", "generate.answers_per_prompt", n, rule)
+        require(self.max_new_tokens >= 2, "generate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
+        require(self.temperature >= 0, "generate.temperature", self.temperature, "it must be 0 or above")
+        require(0 < self.top_p <= 1, "generate.top_p", self.top_p, "it must be in (0, 1]")
+        require(self.top_k >= 0, "generate.top_k", self.top_k, "it must be 0 (off) or above")
+        require(self.part_samples > 0, "generate.part_samples", self.part_samples, "it must be above 0")
+        require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
+        require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
+        require_threads("generate", self.threads)
 
     def _require_servers(self) -> None:
         rule = "engine openai needs at least one, such as http://127.0.0.1:8000"
-        _require(self.engine != "openai" or len(self.server_urls) > 0, "generate.server_urls", self.server_urls, rule)
+        require(self.engine != "openai" or len(self.server_urls) > 0, "generate.server_urls", self.server_urls, rule)
         for url in self.server_urls:
             parts = urlsplit(url)
             ok = parts.scheme in ("http", "https") and bool(parts.hostname)
-            _require(ok, "generate.server_urls", url, "each must be like http://host:port")
+            require(ok, "generate.server_urls", url, "each must be like http://host:port")
             if parts.username or parts.password:
                 raise ConfigError(
                     f"generate.server_urls has a name or password in the URL of {parts.hostname}; put the key into an "
@@ -215,10 +173,10 @@ class GenerateConfig:
         name = self.api_key_env
         rule = "it must be the name of an environment variable (letters, digits, _), never the key itself"
         # Not shown: it may be the key.
-        _require(name is None or (name.isascii() and name.isidentifier()), "generate.api_key_env", "…", rule)
-        _require(self.concurrency > 0, "generate.concurrency", self.concurrency, "it must be above 0")
-        _require(self.timeout_s > 0, "generate.timeout_s", self.timeout_s, "it must be above 0")
-        _require(self.retries >= 0, "generate.retries", self.retries, "it must be 0 or above")
+        require(name is None or (name.isascii() and name.isidentifier()), "generate.api_key_env", "…", rule)
+        require(self.concurrency > 0, "generate.concurrency", self.concurrency, "it must be above 0")
+        require(self.timeout_s > 0, "generate.timeout_s", self.timeout_s, "it must be above 0")
+        require(self.retries >= 0, "generate.retries", self.retries, "it must be 0 or above")
 
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -269,17 +227,17 @@ class CacheConfig:
                 "cache.path (not shown) is neither a folder nor a URL: a URL has two slashes behind the colon, as "
                 "s3://bucket/path; leave cache.path out for the run folder's own cache"
             )
-        _require(self.max_bytes is None or self.max_bytes > 0, "cache.max_bytes", self.max_bytes, "it must be above 0")
+        require(self.max_bytes is None or self.max_bytes > 0, "cache.max_bytes", self.max_bytes, "it must be above 0")
         try:
             _ = self.format
         except DFlashError as error:
             raise ConfigError(f"cache: {error}") from error
-        _require(self.n_layers > 0, "cache.n_layers", self.n_layers, "it must be above 0")
+        require(self.n_layers > 0, "cache.n_layers", self.n_layers, "it must be above 0")
         ids = self.layer_ids
         ok = ids is None or (len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)))
-        _require(ok, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
-        _require(self.max_length >= 3, "cache.max_length", self.max_length, "it must be at least 3")
-        _require(self.shard_bytes > 0, "cache.shard_bytes", self.shard_bytes, "it must be above 0")
+        require(ok, "cache.layer_ids", ids, "the ids must be strictly increasing and 0 or above")
+        require(self.max_length >= 3, "cache.max_length", self.max_length, "it must be at least 3")
+        require(self.shard_bytes > 0, "cache.shard_bytes", self.shard_bytes, "it must be above 0")
 
 
     def _settle(self) -> None:
@@ -333,92 +291,11 @@ class ExtractConfig:
 
     def __post_init__(self) -> None:
         ok = self.batch_tokens is None or self.batch_tokens > 0
-        _require(ok, "extract.batch_tokens", self.batch_tokens, "it must be above 0, or absent")
-        _require(self.workers > 0, "extract.workers", self.workers, "it must be above 0")
+        require(ok, "extract.batch_tokens", self.batch_tokens, "it must be above 0, or absent")
+        require(self.workers > 0, "extract.workers", self.workers, "it must be above 0")
         rule = "it must be above 0 (1: every worker holds the whole target)"
-        _require(self.tensor_parallel > 0, "extract.tensor_parallel", self.tensor_parallel, rule)
-        _require_threads("extract", self.threads)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterConfig:
-    """Shape of the drafter; everything else is taken from the target."""
-
-    n_layers: int = identity(5)
-    """Decoder layers N."""
-    block_size: int = identity(16)
-    """Block size B: the anchor and B−1 drafted tokens."""
-    intermediate_size: int | None = identity(None)
-    """Width of the MLP; None takes the target's."""
-    n_heads: int | None = identity(None)
-    n_kv_heads: int | None = identity(None)
-    head_dim: int | None = identity(None)
-
-    def __post_init__(self) -> None:
-        _require(self.n_layers > 0, "drafter.n_layers", self.n_layers, "it must be above 0")
-        rule = "a block is an anchor and at least one draft"
-        _require(self.block_size >= 2, "drafter.block_size", self.block_size, rule)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """Training as in the specification, section 3."""
-
-    anchors: int = identity(512)
-    """Anchors per sample and epoch, at most."""
-    gamma: float | None = identity(None)
-    """Decay of the position weights; None takes 7, 5, 4 for B = 16, 10, 8 (B/2 − 1 otherwise, at least 1)."""
-    lr: float = identity(6e-4)
-    weight_decay: float = identity(0.0)
-    beta1: float = identity(0.9)
-    beta2: float = identity(0.95)
-    warmup_share: float = identity(0.04)
-    """Share of all steps over which the learning rate rises."""
-    clip: float = identity(1.0)
-    """Largest gradient norm."""
-    epochs: int = identity(6)
-    batch_samples: int = identity(8)
-    """Samples in one optimizer step, over all ranks and accumulation steps."""
-    window_shards: int = identity(32)
-    """Shards whose samples are shuffled together; about as many are open at a time."""
-    passes_per_window: int = identity(1)
-    """Times that a window of shards is gone through before the next one comes. Above 1 a rolling cache
-    (`cache.max_bytes`) makes every shard once per so many epochs; 1 goes through all samples in every epoch."""
-    micro_samples: int = execution(1)
-    """Samples in one forward and backward pass of a rank."""
-    heldout_share: float = identity(0.02)
-    """Share of samples (by hash of the id) kept out of training for the simulated τ."""
-    heldout_max: int = identity(64)
-    """At most this many held-out samples are looked at."""
-    heldout_every: int = execution(200)
-    """Steps between looks at the held-out samples; there is always one at the end."""
-    checkpoint_every: int = execution(100)
-    """Steps between checkpoints."""
-    keep_checkpoints: int = execution(2)
-    bf16: bool = identity(True)
-    """Compute in bfloat16; weights, gradients and moments stay float32."""
-    workers: int = execution(1)
-    threads: int | None = execution(None)
-    loader_workers: int = execution(0)
-    """Processes per rank that read and pad; 0 reads the next step in a thread."""
-    shard_wait_s: float = execution(3600.0)
-    """Rolling mode: how long no shard may be finished while training waits for one."""
-    max_restarts: int = execution(2)
-    """Restarts of a failed worker group before the run fails."""
-    log_every: int = execution(10)
-
-    def __post_init__(self) -> None:
-        _require_threads("train", self.threads)
-        for name in ("anchors", "lr", "epochs", "batch_samples", "micro_samples", "workers", "checkpoint_every",
-                     "heldout_every", "keep_checkpoints", "log_every", "clip", "window_shards", "passes_per_window",
-                     "shard_wait_s"):
-            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "it must be above 0")
-        _require(self.loader_workers >= 0, "train.loader_workers", self.loader_workers, "it must be 0 or above")
-        rule = f"the epochs must be a multiple of train.passes_per_window ({self.passes_per_window})"
-        _require(self.epochs % self.passes_per_window == 0, "train.epochs", self.epochs, rule)
-        _require(0 <= self.warmup_share < 1, "train.warmup_share", self.warmup_share, "it must be in [0, 1)")
-        _require(0 <= self.heldout_share < 1, "train.heldout_share", self.heldout_share, "it must be in [0, 1)")
-        _require(self.gamma is None or self.gamma > 0, "train.gamma", self.gamma, "it must be above 0")
+        require(self.tensor_parallel > 0, "extract.tensor_parallel", self.tensor_parallel, rule)
+        require_threads("extract", self.threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -435,9 +312,9 @@ class EvaluateConfig:
     threads: int | None = execution(None)
 
     def __post_init__(self) -> None:
-        _require_threads("evaluate", self.threads)
-        _require(len(self.sources) > 0, "evaluate.sources", self.sources, "at least one source is needed")
-        _require(self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
+        require_threads("evaluate", self.threads)
+        require(len(self.sources) > 0, "evaluate.sources", self.sources, "at least one source is needed")
+        require(self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

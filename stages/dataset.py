@@ -1,6 +1,6 @@
 """Training data from the feature cache: a rank's share of each step, read ahead, with the anchors of its epoch.
 
-`StepDataset` is a map from step number to padded micro-batches. `TrainingStream` goes through it in order from
+`StepDataset` is a map from step number to packed micro-batches. `TrainingStream` goes through it in order from
 wherever it stands, one step ahead in a thread or several ahead in worker processes (`torch.utils.data.DataLoader`),
 and says where it stands in one number that holds for any number of ranks and workers: rank r of W takes every
 W-th sample of a step, starting at r.
@@ -8,20 +8,23 @@ W-th sample of a step, starting at r.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cache_schema.errors import DFlashError
 from cache_schema.layout import feature_format
 from cache_schema.reader import FeatureCache
-from stages.anchors import sample_anchors
+from cache_schema.shard import CachedSample
+from stages.anchors import choose_anchors
 from stages.batch import Batch, TrainingSample, make_batch
-from stages.config import TrainConfig
+from stages.config import DrafterConfig, TrainConfig
 from stages.errors import TrainingError
 from stages.order import Step, StepPlan
 from stages.quantize import from_stored
@@ -40,8 +43,17 @@ class SampleReader:
             eligible anchor (`no_anchor`).
     """
 
-    def __init__(self, cache: FeatureCache, config: TrainConfig, seed: int) -> None:
+    def __init__(
+        self, cache: FeatureCache, config: TrainConfig, seed: int, drafter: DrafterConfig | None = None
+    ) -> None:
         self.cache, self.config, self.seed = cache, config, seed
+        self.drafter = drafter or DrafterConfig()
+        self.columns = _columns(cache, self.drafter)
+        if config.distill is not None and not cache.identity.last_hidden:
+            raise TrainingError(
+                f"train.distill needs the target's last hidden states, which {cache.storage.where()} does not hold; "
+                "make a cache with cache.last_hidden: true, or leave train.distill out"
+            )
         self.skipped: dict[str, str] = {}
 
     def read(self, sample_id: str, epoch: int, n_anchors: int | None = None) -> TrainingSample | None:
@@ -55,22 +67,71 @@ class SampleReader:
             self.skipped[sample_id] = reason
             return None
         ids, mask = self.cache.tokens(sample_id)
-        n = n_anchors or self.config.anchors
-        anchors = sample_anchors(mask, n, seed=self.seed, epoch=epoch, sample_id=sample_id)
+        anchors = choose_anchors(
+            mask, n_anchors or self.config.anchors, block_size=self.drafter.block_size, epoch=epoch,
+            choice="random" if n_anchors else self.config.anchor_choice, seed=self.seed, sample_id=sample_id,
+        )  # fmt: skip
         if len(anchors) == 0:
             self.skipped[sample_id] = NO_ANCHOR
             return None
-        # Rows at or after the last anchor are seen by no block.
-        cached = self.cache.read(sample_id, stop=int(anchors[-1]))
+        # Rows at or after the last anchor are seen by no block; its block's teacher states lie behind it.
+        teaches = self.config.distill is not None
+        stop = int(anchors[-1]) + (self.drafter.block_size - 1 if teaches else 0)
+        cached = self.cache.read(sample_id, stop=stop)
         form = feature_format(self.cache.identity)
         features_TLD, scale_TLG = from_stored(cached.features, cached.scale, form)
-        return TrainingSample(sample_id, features_TLD, ids, mask, anchors, scale_TLG, form)
+        if self.columns is not None:
+            features_TLD = features_TLD[:, self.columns]
+            scale_TLG = scale_TLG[:, self.columns] if scale_TLG is not None else None
+        last = _last_hidden(cached) if teaches else None
+        return TrainingSample(sample_id, features_TLD, ids, mask, anchors, scale_TLG, form, last)
 
     def _dropped(self, sample_id: str) -> str | None:
         """Why a committed shard does not hold a sample that the plan gives it."""
         marker = self.cache.markers.get(self.cache.plan.shard_of(sample_id))
         rows = marker.ledger if marker is not None else ()
         return next((row["reason"] for row in rows if row["sample_id"] == sample_id and not row["kept"]), None)
+
+
+def _columns(cache: FeatureCache, drafter: DrafterConfig) -> list[int] | None:
+    """Which of the cached layers the drafter uses; None for all of them."""
+    cached, wanted = cache.identity.layer_ids, drafter.feature_layers
+    if wanted is None or wanted == cached:
+        return None
+    absent = [layer for layer in wanted if layer not in cached]
+    if absent:
+        raise TrainingError(
+            f"drafter.feature_layers names {absent}, but {cache.storage.where()} holds the layers {list(cached)}; "
+            "choose among those, or make a cache with cache.layer_ids"
+        )
+    return [cached.index(layer) for layer in wanted]
+
+
+def _last_hidden(cached: CachedSample) -> torch.Tensor | None:
+    if cached.last_hidden is None:
+        return None
+    states = torch.from_numpy(np.ascontiguousarray(cached.last_hidden))
+    return states.view(torch.bfloat16) if states.dtype == torch.uint16 else states
+
+
+def divided(
+    samples: Sequence[TrainingSample], block_size: int, config: TrainConfig
+) -> Generator[list[TrainingSample], None, None]:
+    """Samples in order, in parts of `train.micro_tokens` rows (context tokens and block slots) at most, but at least
+    one sample; or of `train.micro_samples`, if no budget is set."""
+    part: list[TrainingSample] = []
+    rows = 0
+    for sample in samples:
+        own = int(sample.anchors.max()) + len(sample.anchors) * block_size
+        budget = config.micro_tokens
+        full = len(part) == config.micro_samples if budget is None else rows + own > budget
+        if part and full:
+            yield part
+            part, rows = [], 0
+        part.append(sample)
+        rows += own
+    if part:
+        yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +176,13 @@ class StepDataset(Dataset[StepData]):
         return self.plan.n_steps
 
     def __getitem__(self, index: int) -> StepData:
-        step, size = self.plan.step(index), self.plan.config.micro_samples
+        step = self.plan.step(index)
         own = list(zip(step.sample_ids, step.epochs, strict=True))[self.rank :: self.world]
         found = [self.reader.read(sample_id, epoch) for sample_id, epoch in own]
         samples = [s for s in found if s is not None]
         skipped = {s: self.reader.skipped[s] for (s, _), sample in zip(own, found, strict=True) if sample is None}
-        batches = tuple(
-            make_batch(samples[i : i + size], self.block_size, self.mask_token_id)
-            for i in range(0, len(samples), size)
-        )
+        parts = divided(samples, self.block_size, self.plan.config)
+        batches = tuple(make_batch(part, self.block_size, self.mask_token_id) for part in parts)
         return StepData(step, batches, sum(len(s.input_ids) for s in samples), skipped)
 
 

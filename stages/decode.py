@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from stages.drafter import Drafter
 from stages.features import FeatureTap
+from stages.layout import KeysValues, Layout
 from stages.target import Target
 
 
@@ -94,25 +95,32 @@ class DraftSession:
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self.drafter = drafter
         self.target = target
-        self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kv: list[KeysValues] = []
         self.n_context = 0
+        self._last_1D: torch.Tensor | None = None
 
-    def extend(self, features_TLD: torch.Tensor) -> None:
-        """Add verified positions to the context."""
+    def extend(self, features_TLD: torch.Tensor, ids: list[int] | None = None) -> None:
+        """Add verified positions to the context: their features, or their tokens for a drafter that has only those."""
         dtype = self.drafter.fc.weight.dtype
-        new = self.drafter.context_kv(self.drafter.context(features_TLD[None].to(dtype)), start=self.n_context)
-        old = self.kv or [(k[:, :, :0], v[:, :, :0]) for k, v in new]
-        self.kv = [(torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2))
+        if self.drafter.spec.features == "none" and ids is not None:
+            features_TLD = self.target.embed(torch.tensor(ids, device=self.target.device))[:, None]
+        ctx_TD = self.drafter.context(features_TLD.to(dtype))
+        new = self.drafter.context_kv(ctx_TD, start=self.n_context)
+        self._last_1D = ctx_TD[-1:]
+        old = self.kv or [KeysValues(k[:0], v[:0]) for k, v in new]
+        self.kv = [KeysValues(torch.cat([k, more_k]), torch.cat([v, more_v]))
                    for (k, v), (more_k, more_v) in zip(old, new, strict=True)]
         self.n_context += features_TLD.shape[0]
 
     def draft(self, anchor: int, block_size: int) -> list[int]:
         """B−1 greedy drafts behind the anchor token, which stands at position `n_context`."""
-        block = torch.full((1, 1, block_size), self.drafter.spec.mask_token_id, device=self.target.device)
-        block[0, 0, 0] = anchor
+        block = torch.full((1, block_size), self.drafter.spec.mask_token_id, device=self.target.device)
+        block[0, 0] = anchor
         embedded = self.target.embed(block).to(self.drafter.fc.weight.dtype)
-        anchors = torch.tensor([[self.n_context]], device=self.target.device)
-        hidden = self.drafter.blocks(embedded, anchors, self.kv, self.n_context)[0, 0, 1:]
+        if self._last_1D is not None:
+            embedded = self.drafter.entering(embedded, self._last_1D)
+        layout = Layout(torch.tensor([self.n_context], device=self.target.device), (self.n_context,), (1,))
+        hidden = self.drafter.blocks(embedded, layout, self.kv)[0, 1:]
         ids: list[int] = (hidden.to(self.target.dtype) @ self.target.head.T).argmax(dim=-1).tolist()
         return ids
 
@@ -152,7 +160,7 @@ def decode_speculative(
     session, drafts = TargetSession(target, drafter.spec.feature_layer_ids), DraftSession(drafter, target)
     started = time.perf_counter()
     hidden, features = session.forward(prompt_ids)
-    drafts.extend(_present(features))
+    drafts.extend(_present(features), prompt_ids)
     ids = session.greedy(hidden[-1:])
     out = Decoded(ids=ids, prefill_s=time.perf_counter() - started)
     started = time.perf_counter()
@@ -168,7 +176,7 @@ def decode_speculative(
         out.verify_s += time.perf_counter() - mark
         accepted = _agreeing(proposed, answers)
         session.drop_last(size - 1 - accepted)
-        drafts.extend(_present(features)[: accepted + 1])
+        drafts.extend(_present(features)[: accepted + 1], [ids[-1], *proposed[:accepted]])
         ids += answers[: accepted + 1]
         out.cycles.append(accepted + 1)
     out.decode_s = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """The DFlash drafter: a few Qwen3-style layers over blocks, with the target's features injected into K and V.
 
-Shapes: S sequences, T context tokens, A anchors, B block size, Q = A·B block slots, L feature layers,
-D hidden, H query heads, G key/value heads, E head width, V vocabulary.
+Shapes: C context rows and N blocks of all samples, end to end; B block size, Q = N·B slots, R slots that are asked for,
+L feature layers, D hidden, G key/value heads, E head width.
 
 `ctx = hidden_norm(fc(features))` is computed once and enters keys and values of every layer through
 the same projections (and key norm) as the block's own states; it passes through nothing else. The
@@ -11,208 +11,18 @@ section 2; DFlash, arXiv 2602.06036.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from stages.attention import attend, block_positions, visible_mask
-from stages.config import ConfigError, DrafterConfig
+from stages.attention import AttentionForm, AttentionPlan
+from stages.drafter_layer import DrafterLayer, Injected, RMSNorm, Rotation, rotary
+from stages.drafter_spec import ENTRIES, LAYER_TYPES, DrafterSpec, rope_theta_of, spec_for_target
+from stages.layout import KeysValues, Layout
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterSpec:
-    """Everything that fixes a drafter's shape and meaning; section 5's `config.json` carries it."""
-
-    hidden_size: int
-    intermediate_size: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    n_target_layers: int
-    feature_layer_ids: tuple[int, ...]
-    mask_token_id: int
-    rope_theta: float
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 40960
-    attention_bias: bool = False
-    layer_types: tuple[str, ...] = ()
-    """Per layer `full_attention` or `sliding_attention`; empty means all full."""
-    sliding_window: int | None = None
-    is_causal: bool = True
-    """Whether sliding-window layers are causal inside the block; full layers never are."""
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"drafter: {self.n_heads} heads cannot share {self.n_kv_heads} key/value heads; make n_heads a multiple"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"drafter: head_dim is {self.head_dim}, but rotary embeddings need an even width")
-        if self.layer_types and len(self.layer_types) != self.n_layers:
-            raise ConfigError(f"drafter: {len(self.layer_types)} layer_types for {self.n_layers} layers")
-        unknown = set(self.layer_types) - set(LAYER_TYPES)
-        if unknown:
-            raise ConfigError(f"drafter: layer_types has {sorted(unknown)}; known are {list(LAYER_TYPES)}")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ConfigError("drafter: a sliding_attention layer needs sliding_window")
-
-    def window(self, layer: int) -> int | None:
-        """The window of a layer in positions, or None for full attention."""
-        return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
-
-    def with_block_size(self, block_size: int) -> DrafterSpec:
-        """The same drafter used with another block size (cross-size inference)."""
-        return replace(self, block_size=block_size)
-
-
-def spec_for_target(
-    config: DrafterConfig, target_config: Any, *, feature_layer_ids: tuple[int, ...], mask_token_id: int
-) -> DrafterSpec:
-    """A drafter's spec built *for the drafter*: of the target's config only plain sizes are taken.
-
-    Rotary settings other than the base frequency are not copied: a partial or scaled rotation in the
-    drafter's config is applied by one engine and not by another, and then ~1.2 tokens are accepted.
-    """
-    text = target_config.get_text_config()
-    heads = config.n_heads or text.num_attention_heads
-    shared = heads if config.n_heads else getattr(text, "num_key_value_heads", None) or heads
-    return DrafterSpec(
-        hidden_size=text.hidden_size,
-        intermediate_size=config.intermediate_size or text.intermediate_size,
-        n_layers=config.n_layers,
-        n_heads=heads,
-        n_kv_heads=config.n_kv_heads or shared,
-        head_dim=config.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        vocab_size=text.vocab_size,
-        block_size=config.block_size,
-        n_target_layers=text.num_hidden_layers,
-        feature_layer_ids=feature_layer_ids,
-        mask_token_id=mask_token_id,
-        rope_theta=rope_theta_of(text),
-        max_position_embeddings=text.max_position_embeddings,
-        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
-    )
-
-
-def rope_theta_of(text_config: Any) -> float:
-    """The base frequency, wherever this version of transformers keeps it (per layer type: full attention's)."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "full_attention" in parameters:
-        parameters = parameters["full_attention"]
-    return float(parameters.get("rope_theta") or getattr(text_config, "rope_theta", None) or 10000.0)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * scaled.to(x.dtype)).to(x.dtype)
-
-
-def rotary(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions [..., P] → [..., 1, P, E], float32 (half-split form, as Qwen3)."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions.float()[..., None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-3)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embeddings to [..., heads, P, E]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Attention of block slots over injected context and their own block."""
-
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__()
-        bias = spec.attention_bias
-        self.head_dim = spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, spec.n_heads * spec.head_dim, bias=bias)
-        self.k_proj = nn.Linear(spec.hidden_size, spec.n_kv_heads * spec.head_dim, bias=bias)
-        self.v_proj = nn.Linear(spec.hidden_size, spec.n_kv_heads * spec.head_dim, bias=bias)
-        self.o_proj = nn.Linear(spec.n_heads * spec.head_dim, spec.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        heads: torch.Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-        return heads
-
-    def keys_values(
-        self, x_SPD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normed, rotated) and values [S, G, P, E] of states [S, P, D], context and block alike."""
-        keys = rotate(self.k_norm(self._heads(self.k_proj(x_SPD))), cos, sin)
-        return keys, self._heads(self.v_proj(x_SPD))
-
-    def forward(
-        self, x_SQD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        context: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        queries = rotate(self.q_norm(self._heads(self.q_proj(x_SQD))), cos, sin)
-        keys, values = self.keys_values(x_SQD, cos, sin)
-        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2)
-        values = torch.cat([context[1].to(values.dtype), values], dim=2)
-        out = attend(queries, keys, values, mask)
-        out_SQD: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return out_SQD
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class DrafterLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
-
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__()
-        self.self_attn = Attention(spec)
-        self.mlp = MLP(spec)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-
-    def forward(
-        self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        context: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), cos, sin, context, mask)
-        out: torch.Tensor = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+__all__ = ["ENTRIES", "LAYER_TYPES", "Drafter", "DrafterSpec", "rope_theta_of", "rotary", "spec_for_target"]
 
 
 class Drafter(nn.Module):
@@ -227,10 +37,13 @@ class Drafter(nn.Module):
     def __init__(self, spec: DrafterSpec, *, seed: int | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.fc = nn.Linear(len(spec.feature_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
+        n_features = 1 if spec.features == "none" else len(spec.feature_layer_ids)
+        self.fc = nn.Linear(n_features * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers: nn.ModuleList = nn.ModuleList([DrafterLayer(spec) for _ in range(spec.n_layers)])
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.recompute = False
+        """Compute each layer a second time in the backward pass instead of keeping what it computed in the first."""
         if seed is not None:
             self._init_weights(seed)
 
@@ -243,51 +56,81 @@ class Drafter(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def context(self, features_STLD: torch.Tensor) -> torch.Tensor:
-        """The injected context, [S, T, D], from features [S, T, L, D]."""
-        out: torch.Tensor = self.hidden_norm(self.fc(features_STLD.flatten(-2)))
+    def context(self, features_CLD: torch.Tensor) -> torch.Tensor:
+        """The injected context, [C, D], from features [C, L, D]."""
+        out: torch.Tensor = self.hidden_norm(self.fc(features_CLD.flatten(-2)))
         return out
 
-    def context_kv(self, ctx_STD: torch.Tensor, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of context positions start … start+T−1, per layer, [S, G, T, E] each."""
-        positions = torch.arange(start, start + ctx_STD.shape[1], device=ctx_STD.device)
-        cos, sin = rotary(positions, self.spec.head_dim, self.spec.rope_theta)
-        return [layer.self_attn.keys_values(ctx_STD, cos, sin) for layer in self._typed_layers()]
+    def context_kv(self, ctx_TD: torch.Tensor, start: int = 0) -> list[KeysValues]:
+        """Keys and values of one sequence's context positions start … start+T−1, per layer, [T, G, E] each."""
+        positions = torch.arange(start, start + ctx_TD.shape[0], device=ctx_TD.device)
+        rotation = rotary(positions, self.spec.head_dim, self.spec.rope_theta)
+        return [
+            layer.self_attn.keys_values(*self._offered(i, ctx_TD, rotation))
+            for i, layer in enumerate(self._typed_layers())
+        ]
+
+    def _offered(self, layer: int, ctx_CD: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, Rotation]:
+        """What a layer gets of the context: all of it, or no row."""
+        if self.spec.sees_context(layer):
+            return ctx_CD, rotation
+        return ctx_CD[:0], (rotation[0][:0], rotation[1][:0])
+
+    def entering(self, embedded_NBD: torch.Tensor, before_ND: torch.Tensor) -> torch.Tensor:
+        """The blocks' input, given the context feature just before each block, [N, D]."""
+        if self.spec.features != "input":
+            return embedded_NBD
+        return embedded_NBD + before_ND[:, None].to(embedded_NBD.dtype)
 
     def _typed_layers(self) -> list[DrafterLayer]:
         return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
 
     def forward(
-        self, features_STLD: torch.Tensor, embedded_SABD: torch.Tensor, anchors_SA: torch.Tensor
+        self, features_CLD: torch.Tensor, embedded_NBD: torch.Tensor, layout: Layout,
+        rows_R: torch.Tensor | None = None, attention: AttentionForm = "auto",
     ) -> torch.Tensor:
         """States after the final norm for every slot of every block (the training pass).
 
         Args:
-            features_STLD: the target's features; positions at or after a block's anchor are not seen by it.
-            embedded_SABD: target embeddings of `[anchor, MASK × (B−1)]` per block.
-            anchors_SA: int64 anchor positions; a negative one marks a padding block, whose output means nothing.
+            features_CLD: the target's features; positions at or after a block's anchor are not seen by it.
+            embedded_NBD: target embeddings of `[anchor, MASK × (B−1)]` per block.
+            layout: which rows and blocks belong together, and where they stand.
+            rows_R: slots that are asked for, `n·B + k`, ascending; None for all. The last layer computes
+                nothing else, with the same results.
+            attention: its form.
 
         Returns:
-            [S, A, B, D]; slot k of a block predicts token `anchor + k`.
+            [N, B, D], or [R, D] for chosen slots; slot k of a block predicts token `anchor + k`.
         """
-        kv = self.context_kv(self.context(features_STLD))
-        return self.blocks(embedded_SABD, anchors_SA, kv, features_STLD.shape[1])
+        rotation = rotary(layout.context_positions(), self.spec.head_dim, self.spec.rope_theta)
+        ctx_CD = self.context(features_CLD)
+        context = [self._offered(i, ctx_CD, rotation) for i in range(self.spec.n_layers)]
+        if self.spec.features == "input":
+            embedded_NBD = self.entering(embedded_NBD, ctx_CD[layout.rows_before()] * (layout.anchors_N > 0)[:, None])
+        return self._run(embedded_NBD, layout, context, rows_R, attention)
 
-    def blocks(
-        self, embedded_SABD: torch.Tensor, anchors_SA: torch.Tensor,
-        context: list[tuple[torch.Tensor, torch.Tensor]], n_context: int,
+    def blocks(self, embedded_NBD: torch.Tensor, layout: Layout, context: list[KeysValues]) -> torch.Tensor:
+        """As `forward` for all slots, with the context's keys and values at hand (the drafting pass keeps them)."""
+        return self._run(embedded_NBD, layout, context, None, "dense")
+
+    def _run(
+        self, embedded_NBD: torch.Tensor, layout: Layout, context: Sequence[Injected], rows_R: torch.Tensor | None,
+        attention: AttentionForm,
     ) -> torch.Tensor:
-        """As `forward`, with the context's keys and values at hand (the drafting pass keeps them)."""
-        n_blocks, block_size = embedded_SABD.shape[1:3]
-        positions_SQ = block_positions(anchors_SA, block_size)
-        cos, sin = rotary(positions_SQ, self.spec.head_dim, self.spec.rope_theta)
-        masks: dict[int | None, torch.Tensor] = {}
-        causal = self.spec.is_causal
-        h = embedded_SABD.flatten(1, 2)
-        for i, layer in enumerate(self._typed_layers()):
-            window = self.spec.window(i)
-            if window not in masks:
-                masks[window] = visible_mask(anchors_SA, block_size, n_context, window=window, causal=causal)
-            h = layer(h, cos, sin, context[i], masks[window])
-        out: torch.Tensor = self.norm(h).unflatten(1, (n_blocks, block_size))
-        return out
+        n_blocks, block_size = embedded_NBD.shape[:2]
+        rotation = rotary(layout.slot_positions(block_size), self.spec.head_dim, self.spec.rope_theta)
+        seeing = AttentionPlan(layout, block_size, form=attention, causal=self.spec.is_causal, rows_R=rows_R)
+        blind = AttentionPlan(layout.without_context(), block_size, form=attention, causal=self.spec.is_causal,
+                              rows_R=rows_R)
+        h = embedded_NBD.flatten(0, 1)
+        layers = self._typed_layers()
+        for i, (layer, injected) in enumerate(zip(layers, context, strict=True)):
+            last = i == len(layers) - 1
+            attend = (seeing if self.spec.sees_context(i) else blind).layer(self.spec.window(i), last=last)
+            arguments = (h, injected, rotation, attend, rows_R if last else None)
+            if self.recompute and torch.is_grad_enabled():
+                h = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                h = layer(*arguments)
+        out: torch.Tensor = self.norm(h)
+        return out if rows_R is not None else out.unflatten(0, (n_blocks, block_size))

@@ -22,7 +22,11 @@ class PromptError(StageError):
 
 
 class TrainingError(StageError):
-    """Training cannot go on: non-finite gradients, or nothing left to train on."""
+    """Training cannot go on: a loss or gradient that is not finite, or nothing left to train on."""
+
+
+class TrainingStopped(StageError):
+    """Training was told to stop and did so in good order; nothing is wrong, and the next run goes on."""
 
 
 class SampleRefused(StageError):

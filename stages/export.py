@@ -10,7 +10,7 @@ import torch
 from cache_schema.durable import fsync_dir, fsync_tree
 from cache_schema.names import random_tag
 from stages.checkpoint_format import CheckpointError, load_drafter, save_drafter
-from stages.drafter import Drafter
+from stages.drafter import Drafter, DrafterSpec
 
 
 def export_drafter(drafter: Drafter, folder: Path, *, card: str, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -23,9 +23,10 @@ def export_drafter(drafter: Drafter, folder: Path, *, card: str, dtype: torch.dt
         dtype: of the stored weights.
 
     Raises:
-        CheckpointError: what was read back is not what was trained.
+        CheckpointError: it is a variant that no engine runs, or what was read back is not what was trained.
         OSError: as the system gave it (a full disk is ENOSPC); nothing half-written stays.
     """
+    require_servable(drafter.spec)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.{random_tag()}"
     partial.mkdir()
@@ -42,6 +43,20 @@ def export_drafter(drafter: Drafter, folder: Path, *, card: str, dtype: torch.dt
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
+
+
+def require_servable(spec: DrafterSpec) -> None:
+    """Check that SGLang and vLLM would run the drafter as it was trained.
+
+    Raises:
+        CheckpointError: they would not.
+    """
+    if spec.features != "inject":
+        raise CheckpointError(
+            f"a drafter with drafter.features: {spec.features} cannot be exported: SGLang and vLLM inject the target's "
+            "features into every layer, and would run it as something else than what was trained. This variant is for "
+            "comparison; train one with drafter.features: inject to serve it"
+        )
 
 
 def check_round_trip(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 """The training objective over one micro-batch, and what can be read off it for free.
 
-Shapes: S samples, A anchors, B block size, R supervised rows, D hidden, V vocabulary.
+Shapes: N blocks of all samples, B block size, R supervised slots, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.attention import AttentionForm
 from stages.batch import Batch
+from stages.config import DistillConfig
+from stages.distill import Teacher
 from stages.drafter import Drafter
-from stages.loss import head_cross_entropy
+from stages.loss import head_losses
+from stages.weighting import SlotWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,56 +23,58 @@ class Outcome:
     """What one micro-batch gave.
 
     Attributes:
-        loss_sum: `Σ w · CE`, differentiable, not normalised.
+        loss_sum: `Σ w · loss`, differentiable, not normalised.
         weight_sum: `Σ w` of the same rows.
-        correct_SAB, supervised_SAB: per slot; correct is False where there is no label.
+        correct_NB, supervised_NB: per slot; correct is False where there is no label.
     """
 
     loss_sum: torch.Tensor
     weight_sum: torch.Tensor
-    correct_SAB: torch.Tensor
-    supervised_SAB: torch.Tensor
+    correct_NB: torch.Tensor
+    supervised_NB: torch.Tensor
 
     def slot_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Correct and supervised slots per position 1…B−1, float64 [B−1] each."""
-        return (self.correct_SAB.sum((0, 1)).double()[1:], self.supervised_SAB.sum((0, 1)).double()[1:])
+        return self.correct_NB.sum(0).double()[1:], self.supervised_NB.sum(0).double()[1:]
 
-    def leading_correct_SA(self) -> torch.Tensor:
+    def leading_correct_N(self) -> torch.Tensor:
         """Correct slots from the front of every block until the first wrong or unlabelled one."""
-        return self.correct_SAB[..., 1:].long().cumprod(dim=-1).sum(dim=-1)
+        return self.correct_NB[:, 1:].long().cumprod(dim=-1).sum(dim=-1)
 
 
 def run_objective(
-    drafter: Drafter, embed: torch.nn.Module, head_VD: torch.Tensor, batch: Batch, weights_B: torch.Tensor, *,
-    bf16: bool,
+    drafter: Drafter, embed: torch.nn.Module, head_VD: torch.Tensor, batch: Batch, weights: SlotWeights, *,
+    bf16: bool, attention: AttentionForm = "auto", distill: DistillConfig | None = None,
 ) -> Outcome:
-    """Forward pass and loss; only slots with a label reach the head.
+    """Forward pass and loss; only slots with a label reach the last layer's output and the head.
 
     Args:
         drafter: with float32 master weights.
         embed, head_VD: the target's, frozen.
         batch: on the drafter's device.
-        weights_B: position weights, 0 for the anchor's slot.
+        weights: of the slots.
         bf16: compute in bfloat16 (autocast), else in float32.
+        attention: its form.
+        distill: a loss towards the target's distribution to mix in, for a batch that has its states.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
-    device = batch.features_STLD.device
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-        embedded = embed(batch.block_ids_SAB).to(dtype)
-        hidden_SABD = drafter(batch.features(dtype), embedded, batch.anchors_SA)
-    supervised = batch.supervised_SAB
-    hidden_RD = hidden_SABD[supervised]
-    weights_R = weights_B.expand(supervised.shape)[supervised]
-    labels_R = batch.labels_SAB[supervised]
-    loss_sum, predictions_R = head_cross_entropy(hidden_RD, head_VD.to(dtype), labels_R, weights_R)
-    correct = torch.zeros_like(supervised)
-    correct[supervised] = predictions_R == labels_R
-    return Outcome(loss_sum, weights_R.sum(), correct, supervised)
-
-
-def batch_weight(batch: Batch, weights_B: torch.Tensor) -> torch.Tensor:
-    """`Σ w` of a batch before its forward pass; the global sum normalises the step's loss."""
-    return weights_B.expand(batch.supervised_SAB.shape)[batch.supervised_SAB].sum()
+    with torch.autocast(batch.features_CLD.device.type, dtype=torch.bfloat16, enabled=bf16):
+        embedded = batch.embedded(embed, dtype)
+        if drafter.spec.features == "none":  # the text in place of what the target made of it
+            features = embed(batch.context_ids_C).to(dtype)[:, None]
+        else:
+            features = batch.features(dtype)
+        hidden_RD = drafter(features, embedded, batch.layout, batch.rows_R, attention)
+    head = head_VD.to(dtype)
+    teacher = None
+    if distill is not None and batch.teacher_RD is not None:
+        teacher = Teacher(distill, batch.teacher_RD, head)
+    losses = head_losses(hidden_RD, head, batch.labels_R, teacher)
+    weights_R = weights.rows(batch, losses.cross_entropy_R)
+    supervised_NB = batch.supervised_NB
+    correct_NB = torch.zeros_like(supervised_NB)
+    correct_NB.view(-1)[batch.rows_R] = losses.predictions_R == batch.labels_R
+    return Outcome((losses.loss_R * weights_R).sum(), weights_R.sum(), correct_NB, supervised_NB)
 
 
 def heldout_tau(outcomes: list[Outcome], batches: list[Batch]) -> tuple[float, int]:
@@ -79,7 +85,6 @@ def heldout_tau(outcomes: list[Outcome], batches: list[Batch]) -> tuple[float, i
     """
     per_sample: list[float] = []
     for outcome, batch in zip(outcomes, batches, strict=True):
-        lengths_SA = (outcome.leading_correct_SA() + 1).double()
-        real_SA = batch.anchors_SA >= 0
-        per_sample += [float(lengths[real].mean()) for lengths, real in zip(lengths_SA, real_SA, strict=True)]
+        lengths_N = (outcome.leading_correct_N() + 1).double()
+        per_sample += [float(lengths.mean()) for lengths in lengths_N.split(batch.layout.n_blocks)]
     return (sum(per_sample) / len(per_sample) if per_sample else 0.0), len(per_sample)

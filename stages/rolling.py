@@ -20,7 +20,7 @@ from cache_schema.errors import ShardCorrupt, ShardNotCommitted
 from cache_schema.reader import FeatureCache
 from cache_schema.storage import FolderStorage
 from stages.batch import TrainingSample
-from stages.config import TrainConfig
+from stages.config import DrafterConfig, TrainConfig
 from stages.dataset import SampleReader
 from stages.errors import TrainingError
 
@@ -64,8 +64,11 @@ class Rolling:
 class WaitingReader(SampleReader):
     """Reads samples as `SampleReader` does, and waits for the shard of one that is not there (yet, or any more)."""
 
-    def __init__(self, cache: FeatureCache, config: TrainConfig, seed: int, rolling: Rolling) -> None:
-        super().__init__(cache, config, seed)
+    def __init__(
+        self, cache: FeatureCache, config: TrainConfig, seed: int, rolling: Rolling,
+        drafter: DrafterConfig | None = None,
+    ) -> None:
+        super().__init__(cache, config, seed, drafter)
         self.rolling = rolling
         self._refreshed = 0.0
 

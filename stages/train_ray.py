@@ -6,18 +6,23 @@ project's own (`stages.checkpoint`); Ray only starts, watches and restarts the r
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from cache_schema.names import random_tag
+from stages.config import TrainConfig
 from stages.errors import TrainingError
 from stages.train import TrainJob
 
 _PATIENCE_S = 1800
 """How long ranks wait for each other."""
+_ASK_EVERY = 20
+"""Steps between two questions whether a node is about to be taken away: each is a barrier of all ranks."""
 
 
 def _rank(settings: dict[str, Any]) -> None:
@@ -34,7 +39,7 @@ def _rank(settings: dict[str, Any]) -> None:
     if (job.folder / settings["failure"]).exists():
         return  # another rank has said what no retry mends; Ray restarted this group all the same
     try:
-        train_rank(job, world)
+        train_rank(job, world, leaving=_node_leaves())
     except DFlashError as error:
         # Another try would end the same way: leave the words for the driver, and let the group end in order.
         (job.folder / settings["failure"]).write_text(f"{type(error).__name__}: {error}")
@@ -42,6 +47,39 @@ def _rank(settings: dict[str, Any]) -> None:
         if not is_storage_fault(error):
             raise
         (job.folder / settings["failure"]).write_text(storage_text(error))
+
+
+def _node_leaves() -> Callable[[], bool]:
+    """Tells whether Ray knows that a node of this training is about to be taken away, as far as this Ray can tell.
+
+    The trainer then writes a checkpoint at once and goes on; when the node is gone, Ray restarts the ranks, which does
+    not count as one of the failures that `max_restarts` allows.
+    """
+    import ray.train
+
+    ask = getattr(ray.train, "get_preemption_info", None)
+    asked = itertools.count()
+    if ask is None:
+        return lambda: False
+    return lambda: next(asked) % _ASK_EVERY == 0 and ask() is not None
+
+
+def _ranks(config: TrainConfig) -> Any:
+    """How many ranks, or a pair: between how many (ray's own annotation knows only the first).
+
+    Raises:
+        TrainingError: this Ray has no elastic training.
+    """
+    from ray.train import ScalingConfig
+
+    if config.min_workers is None or config.min_workers == config.workers:
+        return config.workers
+    if not hasattr(ScalingConfig, "elasticity_enabled"):
+        raise TrainingError(
+            f"train.min_workers is {config.min_workers}, but this version of Ray cannot change the number of ranks of "
+            "a training; install ray 2.60 or newer, or leave train.min_workers out"
+        )
+    return config.min_workers, config.workers
 
 
 def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) -> None:
@@ -69,7 +107,7 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         train_loop_config={"job": job, "failure": failure.name},
         # While one rank waits for a shard, the others wait for that rank.
         torch_config=TorchConfig(timeout_s=_PATIENCE_S + round(job.rolling.wait_s if job.rolling else 0)),
-        scaling_config=ScalingConfig(num_workers=job.train.workers, use_gpu=gpus_per_worker > 0,
+        scaling_config=ScalingConfig(num_workers=_ranks(job.train), use_gpu=gpus_per_worker > 0,
                                      resources_per_worker=resources),
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),

@@ -51,10 +51,19 @@ def digest(data: StepData) -> str:
     """Of everything that training sees of a step."""
     found = hashlib.sha256(repr((data.step, data.n_tokens, sorted(data.skipped.items()))).encode())
     for batch in data.batches:
-        for tensor in dataclasses.astuple(batch):
+        layout = dataclasses.astuple(batch.layout)
+        for tensor in (*layout, *(getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "layout")):
             plain = tensor.view(torch.int16) if getattr(tensor, "dtype", None) == torch.bfloat16 else tensor
             found.update(plain.numpy().tobytes() if isinstance(plain, torch.Tensor) else repr(plain).encode())
     return found.hexdigest()
+
+
+def anchors_of(data: StepData) -> dict[str, list[int]]:
+    return {
+        s: row.tolist()
+        for batch in data.batches
+        for s, row in zip(batch.sample_ids, batch.layout.anchors_N.split(batch.layout.n_blocks), strict=True)
+    }
 
 
 def used(cache: FeatureCache, world: int) -> list[list[str]]:
@@ -67,14 +76,11 @@ def used(cache: FeatureCache, world: int) -> list[list[str]]:
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_any_number_of_ranks_sees_the_same_batches(cache: FeatureCache, world: int) -> None:
     assert used(cache, world) == used(cache, 1)
-    anchors = [
-        {s: row.tolist() for d in (dataset(cache, rank=r, world=w) for r in range(w)) for batch in d[1].batches
-         for s, row in zip(batch.sample_ids, batch.anchors_SA, strict=True)}
+    one, several = (
+        {s: row for rank in range(w) for s, row in anchors_of(dataset(cache, rank=rank, world=w)[1]).items()}
         for w in (1, world)
-    ]  # fmt: skip
-    assert {s: [a for a in row if a >= 0] for s, row in anchors[0].items()} == {
-        s: [a for a in row if a >= 0] for s, row in anchors[1].items()
-    }
+    )
+    assert one == several
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -123,10 +129,7 @@ def test_samples_that_cannot_be_used_are_named_with_the_reason(cache: FeatureCac
 def test_passes_have_other_anchors(cache: FeatureCache) -> None:
     config = dataclasses.replace(CONFIG, passes_per_window=2, window_shards=99, batch_samples=11, anchors=2)
     data = dataset(cache, config)
-    rows = [
-        {s: b.anchors_SA[i].tolist() for b in data[step].batches for i, s in enumerate(b.sample_ids)}
-        for step in range(2)
-    ]
+    rows = [anchors_of(data[step]) for step in range(2)]
     assert rows[0].keys() == rows[1].keys()
     assert rows[0] != rows[1]
 
@@ -192,13 +195,15 @@ def test_quantised_features_are_the_values_of_their_codes(
     stored = start_extraction(tmp_path, make_target(), responses, **kind).run()
     for data in TrainingStream(dataset(stored), workers=2, start_method="fork"):
         for batch in data.batches:
-            assert batch.features_STLD.element_size() == 1
+            assert batch.features_CLD.element_size() == 1
             found = batch.to(torch.device("cpu")).features(torch.float32)
-            for sample_id, anchors, rows in zip(batch.sample_ids, batch.anchors_SA, found, strict=True):
-                whole, n = stored.read(sample_id), int(anchors.max())
+            n_rows = batch.layout.n_context
+            for sample_id, n, rows in zip(batch.sample_ids, n_rows, found.split(n_rows), strict=True):
+                whole = stored.read(sample_id)
                 expected = dequantize(whole.features, whole.scale, feature_format(stored.identity))
-                np.testing.assert_array_equal(rows[:n].numpy(), expected[:n])
-                assert not rows[n:].any()
+                np.testing.assert_array_equal(rows.numpy(), expected[:n])
+                assert torch.equal(batch.context_ids_C.split(n_rows)[batch.sample_ids.index(sample_id)].int(),
+                                   torch.from_numpy(whole.input_ids[:n]))
             rounded = batch.features(torch.bfloat16)
             assert torch.equal(rounded, found.bfloat16())
 
@@ -207,4 +212,4 @@ def test_quantised_features_are_the_values_of_their_codes(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
 def test_pinned_memory(cache: FeatureCache) -> None:
     data = next(iter(TrainingStream(dataset(cache), pin=True)))
-    assert all(b.features_STLD.is_pinned() and b.labels_SAB.is_pinned() for b in data.batches)
+    assert all(b.features_CLD.is_pinned() and b.layout.anchors_N.is_pinned() for b in data.batches)

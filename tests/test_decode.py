@@ -126,7 +126,7 @@ def test_the_context_holds_exactly_the_verified_positions(monkeypatch: pytest.Mo
     sequence = PROMPT + truth[: sum(found.cycles)]
     (features,), _ = capture_features(TARGETS[0], DRAFTER.spec.feature_layer_ids, [sequence])
     with torch.inference_mode():
-        expected = DRAFTER.context_kv(DRAFTER.context(features[None]))
+        expected = DRAFTER.context_kv(DRAFTER.context(features))
     for pair, whole in zip(session.kv, expected, strict=True):
         for part, reference in zip(pair, whole, strict=True):
             torch.testing.assert_close(part, reference, rtol=1e-4, atol=1e-4)

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Phi3Config, Qwen3Config
 
-from stages.attention import visible_mask
+from stages.attention_dense import visible_mask
 from stages.batch import TrainingSample, make_batch
 from stages.checkpoint_format import CheckpointError, from_config, load_drafter, to_config
 from stages.config import ConfigError, DrafterConfig
 from stages.decode import DraftSession
 from stages.drafter import Drafter, spec_for_target
 from stages.export import export_drafter
+from stages.layout import Layout, visible_spans
 from tests.tiny import FEATURE_LAYERS, HIDDEN, MASK_ID, SIZES, VOCAB, make_drafter, make_spec, make_target
 
 TARGET = make_target()
@@ -53,8 +54,8 @@ def random_sample(n_tokens: int, seed: int) -> tuple[torch.Tensor, np.ndarray[An
 @torch.no_grad()
 def logits_ABV(drafter: Drafter, sample: TrainingSample, block_size: int) -> torch.Tensor:
     batch = make_batch([sample], block_size, MASK_ID)
-    hidden = drafter(batch.features_STLD, TARGET.embed(batch.block_ids_SAB), batch.anchors_SA)
-    return hidden[0] @ TARGET.head.T
+    hidden = drafter(batch.features_CLD, batch.embedded(TARGET.embed, torch.float32), batch.layout)
+    return hidden @ TARGET.head.T
 
 
 @pytest.mark.parametrize("drafter", [FULL, SLIDING, ALL_SLIDING], ids=["full", "sliding", "symmetric"])
@@ -106,11 +107,11 @@ def test_every_feature_before_the_anchor_reaches_every_drafted_slot(
 
 def test_slots_of_a_block_see_each_other_in_both_directions() -> None:
     features, _ = random_sample(10, 1)
-    embedded = torch.randn(1, 1, 4, HIDDEN, generator=torch.Generator().manual_seed(2))
+    embedded = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(2))
     changed = embedded.clone()
-    changed[0, 0, 3] += 1.0
+    changed[0, 3] += 1.0
     with torch.no_grad():
-        before, after = (FULL(features[None], e, torch.tensor([[5]])) for e in (embedded, changed))
+        before, after = (FULL(features, e, Layout(torch.tensor([5]), (10,), (1,))) for e in (embedded, changed))
     assert ((after - before).abs().amax(dim=-1) > 1e-6).all()
 
 
@@ -118,7 +119,7 @@ def slow_mask(
     anchors: list[int], block_size: int, n_context: int, window: int | None, causal: bool
 ) -> list[list[bool]]:
     """The rule of the specification, pair by pair."""
-    slots = [(block, max(a, 0) + k) for block, a in enumerate(anchors) for k in range(block_size)]
+    slots = [(block, a + k) for block, a in enumerate(anchors) for k in range(block_size)]
     rows = []
     for block, q in slots:
         keys = [(k, k < anchors[block]) for k in range(n_context)]
@@ -135,15 +136,13 @@ def slow_mask(
 
 
 @settings(max_examples=60, deadline=None)
-@given(placed=placed_blocks(), window=st.none() | st.integers(1, 12), causal=st.booleans(), padding=st.booleans())
-def test_the_mask_follows_the_rule(
-    placed: tuple[int, list[int], int], window: int | None, causal: bool, padding: bool
-) -> None:
+@given(placed=placed_blocks(), window=st.none() | st.integers(1, 12), causal=st.booleans())
+def test_the_mask_follows_the_rule(placed: tuple[int, list[int], int], window: int | None, causal: bool) -> None:
     n_tokens, anchors, block_size = placed
-    anchors = [*anchors, -1] if padding else anchors
-    found = visible_mask(torch.tensor([anchors]), block_size, n_tokens, window=window, causal=causal)
-    assert found.shape == (1, 1, len(anchors) * block_size, n_tokens + len(anchors) * block_size)
-    assert found[0, 0].tolist() == slow_mask(anchors, block_size, n_tokens, window, causal)
+    layout = Layout(torch.tensor(anchors), (n_tokens,), (len(anchors),))
+    spans = visible_spans(layout, block_size, window=window, causal=causal)
+    found = visible_mask(spans, n_tokens, len(anchors) * block_size)
+    assert found.tolist() == slow_mask(anchors, block_size, n_tokens, window, causal)
     assert found.any(dim=-1).all()  # a slot that saw nothing would turn into NaN
 
 
@@ -157,9 +156,8 @@ def test_the_training_pass_is_the_drafting_pass(drafter: Drafter) -> None:
     for a, expected in zip(anchors, trained, strict=True):
         with torch.inference_mode():
             session.extend(features[session.n_context : a])
-            block = torch.tensor([[[int(ids[a]), *[MASK_ID] * 3]]])
-            context = (session.kv, session.n_context)
-            hidden = drafter.blocks(TARGET.embed(block), torch.tensor([[a]]), *context)[0, 0]
+            block = torch.tensor([[int(ids[a]), *[MASK_ID] * 3]])
+            hidden = drafter.blocks(TARGET.embed(block), Layout(torch.tensor([a]), (a,), (1,)), session.kv)[0]
             drafts = session.draft(int(ids[a]), 4)
         torch.testing.assert_close(hidden @ TARGET.head.T, expected, rtol=1e-5, atol=1e-5)
         assert drafts == expected[1:].argmax(dim=-1).tolist()
@@ -170,19 +168,16 @@ def test_an_anchor_at_the_very_first_token_has_no_context() -> None:
     assert torch.isfinite(logits_ABV(FULL, sample_of(features, ids, [0]), 4)).all()
 
 
-def test_padding_changes_nothing() -> None:
-    (long, long_ids), (short, short_ids) = random_sample(20, 5), random_sample(9, 6)
-    samples = [sample_of(long, long_ids, [3, 9, 17]), sample_of(short, short_ids, [2, 5])]
+def test_samples_packed_together_do_not_see_each_other() -> None:
+    samples = [sample_of(*random_sample(n, n), anchors) for n, anchors in ((20, [3, 9, 17]), (9, [2, 5]), (6, [0]))]
     batch = make_batch(samples, 4, MASK_ID)
+    assert (batch.layout.n_context, batch.layout.n_blocks) == ((17, 5, 0), (3, 2, 1))
+    assert batch.layout.anchors_N.tolist() == [3, 9, 17, 2, 5, 0]
     with torch.no_grad():
-        hidden = FULL(batch.features_STLD, TARGET.embed(batch.block_ids_SAB), batch.anchors_SA)
-    assert torch.isfinite(hidden).all()
-    for row, sample in enumerate(samples):
+        hidden = FULL(batch.features_CLD, batch.embedded(TARGET.embed, torch.float32), batch.layout)
+    for together, sample in zip(hidden.split(batch.layout.n_blocks), samples, strict=True):
         alone = logits_ABV(FULL, sample, 4)
-        together = hidden[row, : len(sample.anchors)] @ TARGET.head.T
-        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    assert batch.anchors_SA[1].tolist() == [2, 5, -1]
-    assert not batch.supervised_SAB[1, 2].any()
+        torch.testing.assert_close(together @ TARGET.head.T, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

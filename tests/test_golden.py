@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from stages.attention import block_positions
 from stages.checkpoint_format import from_config, load_drafter
 from stages.config import TargetConfig
 from stages.decode import decode_plain, decode_speculative
 from stages.drafter import Drafter, rotary
 from stages.export import export_drafter
 from stages.features import capture_features
+from stages.layout import KeysValues, Layout
 from stages.target import Target, load_target
 
 GOLDEN = Path(os.environ.get("DFLASH_SHARED", Path(__file__).parents[2] / "shared")) / "golden" / "reference_a"
@@ -60,8 +61,8 @@ def features(target: Target, layer_ids: tuple[int, ...], ids: list[int]) -> torc
 def block_hidden(
     target: Target, drafter: Drafter, features_TLD: torch.Tensor, anchor: int, block: torch.Tensor
 ) -> torch.Tensor:
-    embedded = target.embed(block.view(1, 1, -1))
-    hidden: torch.Tensor = drafter(features_TLD[None], embedded, torch.tensor([[anchor]]))[0, 0]
+    layout = Layout(torch.tensor([anchor]), (len(features_TLD),), (1,))
+    hidden: torch.Tensor = drafter(features_TLD, target.embed(block.view(1, -1)), layout)[0]
     return hidden
 
 
@@ -117,27 +118,33 @@ def test_the_anchors_own_feature_inside_the_context_is_noticed(
     expected: dict[str, torch.Tensor], target: Target, drafter: Drafter
 ) -> None:
     anchor = int(expected["anchor"])
-    captured = features(target, drafter.spec.feature_layer_ids, prompt(expected))[None]
+    captured = features(target, drafter.spec.feature_layer_ids, prompt(expected))
     with torch.no_grad():
         kv = drafter.context_kv(drafter.context(captured))
-        positions = torch.tensor([[anchor]])
-        embedded = target.embed(expected["block_ids"].view(1, 1, -1))
-        own = drafter.blocks(embedded, positions, kv, captured.shape[1])[0, 0]
-        wrong = leaky_blocks(drafter, embedded, positions, kv)[0, 0]
+        layout = Layout(torch.tensor([anchor]), (len(captured),), (1,))
+        embedded = target.embed(expected["block_ids"].view(1, -1))
+        own = drafter.blocks(embedded, layout, kv)[0]
+        wrong = leaky_blocks(drafter, embedded, layout, kv)
     assert distance(own @ target.head.T, expected["block_logits"][0]) < TOLERANCE
     assert distance(wrong @ target.head.T, expected["block_logits"][0]) > 100 * TOLERANCE
 
 
 def leaky_blocks(
-    drafter: Drafter, embedded: torch.Tensor, anchors: torch.Tensor, kv: list[tuple[torch.Tensor, torch.Tensor]]
+    drafter: Drafter, embedded: torch.Tensor, layout: Layout, kv: list[KeysValues]
 ) -> torch.Tensor:
     """`Drafter.blocks` without a mask: all T positions are context, the anchor's own among them."""
-    cos, sin = rotary(block_positions(anchors, embedded.shape[2]), drafter.spec.head_dim, drafter.spec.rope_theta)
-    h = embedded.flatten(1, 2)
+    rotation = rotary(layout.slot_positions(embedded.shape[1]), drafter.spec.head_dim, drafter.spec.rope_theta)
+    h = embedded[0]
     for layer, context in zip(drafter.layers, kv, strict=True):
-        h = layer(h, cos, sin, context, None)
-    out: torch.Tensor = drafter.norm(h).unflatten(1, embedded.shape[1:3])
+        h = layer(h, context, rotation, see_everything)
+    out: torch.Tensor = drafter.norm(h)
     return out
+
+
+def see_everything(queries_RHE: torch.Tensor, context: KeysValues, slots: KeysValues) -> torch.Tensor:
+    keys, values = (torch.cat([c, s]).transpose(0, 1)[None] for c, s in zip(context, slots, strict=True))
+    queries = queries_RHE.transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)[0].transpose(0, 1)
 
 
 def test_features_of_the_layer_before_are_noticed(

@@ -19,8 +19,10 @@ from stages import loss
 from stages.anchors import default_gamma, eligible_anchors, sample_anchors, slot_weights, supervised_slots
 from stages.batch import Batch, TrainingSample, make_batch
 from stages.drafter import Drafter
-from stages.loss import head_cross_entropy
-from stages.objective import Outcome, batch_weight, heldout_tau, run_objective
+from stages.layout import Layout
+from stages.loss import head_losses
+from stages.objective import Outcome, heldout_tau, run_objective
+from stages.weighting import SlotWeights
 from tests.tiny import FEATURE_LAYERS, HIDDEN, MASK_ID, VOCAB, make_drafter, make_target
 
 TARGET = make_target()
@@ -49,10 +51,10 @@ def slow_objective(drafter: Drafter, samples: list[TrainingSample], gamma: float
     total, weight_sum = torch.zeros(()), 0.0
     for sample in samples:
         for a in sample.anchors.tolist():
-            block = torch.full((1, 1, size), MASK_ID)
-            block[0, 0, 0] = int(sample.input_ids[a])
-            features = sample.features_TLD[None, :a].float()
-            hidden = drafter(features, TARGET.embed(block), torch.tensor([[a]]))[0, 0]
+            block = torch.full((1, size), MASK_ID)
+            block[0, 0] = int(sample.input_ids[a])
+            layout = Layout(torch.tensor([a]), (a,), (1,))
+            hidden = drafter(sample.features_TLD[:a].float(), TARGET.embed(block), layout, attention="dense")[0]
             for k in range(1, size):
                 if a + k >= len(sample.input_ids) or sample.loss_mask[a + k] == 0:
                     break
@@ -69,13 +71,13 @@ def gradients(drafter: Drafter, value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def objective(drafter: Drafter, batch: Batch, gamma: float = GAMMA, *, bf16: bool = False) -> Outcome:
-    weights = torch.from_numpy(slot_weights(drafter.spec.block_size, gamma))
+    weights = SlotWeights(torch.from_numpy(slot_weights(drafter.spec.block_size, gamma)))
     return run_objective(drafter, TARGET.embed, TARGET.head, batch, weights, bf16=bf16)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * VOCAB, 1 << 30], ids=["one-row", "three-rows", "one-chunk"])
-def test_loss_and_gradients_are_those_of_a_double_loop(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", chunk_bytes)
+@pytest.mark.parametrize("tile", [(1, VOCAB), (3, 10), (1 << 20, 1), (1 << 20, 1 << 20)])
+def test_loss_and_gradients_are_those_of_a_double_loop(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]) -> None:
+    monkeypatch.setitem(loss.TILE, "cpu", tile)
     drafter = make_drafter()
     samples = [multi_turn_sample(1), multi_turn_sample(2, n_tokens=19, n_anchors=3)]
     batch = batch_of(samples)
@@ -83,8 +85,8 @@ def test_loss_and_gradients_are_those_of_a_double_loop(monkeypatch: pytest.Monke
     expected, weight_sum = slow_objective(drafter, samples, GAMMA)
     torch.testing.assert_close(outcome.loss_sum, expected, rtol=1e-5, atol=1e-5)
     assert float(outcome.weight_sum) == pytest.approx(weight_sum, rel=1e-6)
-    weights = torch.from_numpy(slot_weights(drafter.spec.block_size, GAMMA))
-    assert float(batch_weight(batch, weights)) == pytest.approx(weight_sum, rel=1e-6)
+    weights = SlotWeights(torch.from_numpy(slot_weights(drafter.spec.block_size, GAMMA)))
+    assert float(weights.divide_by(batch)) == pytest.approx(weight_sum, rel=1e-6)
     found, slow = gradients(drafter, outcome.loss_sum / weight_sum), gradients(drafter, expected / weight_sum)
     for name, gradient in slow.items():
         assert float(gradient.abs().max()) > 0, name
@@ -102,16 +104,19 @@ def test_bfloat16_stays_near_float32() -> None:
 
 
 def test_cross_entropy_of_plain_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", 2 * 4 * VOCAB)
+    monkeypatch.setitem(loss.TILE, "cpu", (2, 17))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(VOCAB, (7,), generator=generator)
     weights = torch.rand(7, generator=generator)
-    value, predictions = head_cross_entropy(hidden, TARGET.head, labels, weights)
+    losses = head_losses(hidden, TARGET.head, labels)
+    value = (losses.loss_R * weights).sum()
     logits = hidden @ TARGET.head.T
-    expected = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    each = F.cross_entropy(logits, labels, reduction="none")
+    expected = (each * weights).sum()
     torch.testing.assert_close(value, expected)
-    assert torch.equal(predictions, logits.argmax(dim=-1))
+    torch.testing.assert_close(losses.cross_entropy_R, each.detach())
+    assert torch.equal(losses.predictions_R, logits.argmax(dim=-1))
     for scale in (1.0, 0.25):
         (found,) = torch.autograd.grad(value * scale, hidden, retain_graph=True)
         (slow,) = torch.autograd.grad(expected * scale, hidden, retain_graph=True)
@@ -120,10 +125,9 @@ def test_cross_entropy_of_plain_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_rows_give_no_loss() -> None:
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
-    value, predictions = head_cross_entropy(hidden, TARGET.head, torch.zeros(0, dtype=torch.long), torch.zeros(0))
-    value.backward()
-    assert value.item() == 0
-    assert predictions.shape == (0,)
+    losses = head_losses(hidden, TARGET.head, torch.zeros(0, dtype=torch.long))
+    losses.loss_R.sum().backward()
+    assert losses.loss_R.shape == losses.predictions_R.shape == (0,)
 
 
 def test_exactly_one_eligible_anchor_counts() -> None:
@@ -134,7 +138,7 @@ def test_exactly_one_eligible_anchor_counts() -> None:
     sample = multi_turn_sample(5, n_tokens=5)
     sample = TrainingSample("s", sample.features_TLD, sample.input_ids, mask, anchors)
     outcome = objective(make_drafter(), batch_of([sample]))
-    assert outcome.supervised_SAB.tolist() == [[[False, True, False, False]]]
+    assert outcome.supervised_NB.tolist() == [[False, True, False, False]]
     assert float(outcome.weight_sum) == 1.0
     assert outcome.loss_sum.item() > 0
 
@@ -149,8 +153,9 @@ def test_a_response_shorter_than_a_block_at_the_end_keeps_its_slots() -> None:
     assert [np.flatnonzero(row).tolist() for row in slots] == [[1, 2, 3], [1, 2], [1]]
     sample = multi_turn_sample(6, n_tokens=8)
     batch = batch_of([TrainingSample("s", sample.features_TLD, sample.input_ids, mask, anchors)], 16)
-    assert batch.labels_SAB[0, 0, 1:4].tolist() == sample.input_ids[5:8].tolist()
-    assert batch.features_STLD.shape[1] == 6  # rows at or after the last anchor are seen by no block
+    assert batch.rows_R.tolist() == [1, 2, 3, 16 + 1, 16 + 2, 32 + 1]
+    assert batch.labels_R[:3].tolist() == sample.input_ids[5:8].tolist()
+    assert len(batch.features_CLD) == 6  # rows at or after the last anchor are seen by no block
 
 
 @settings(max_examples=200, deadline=None)
@@ -203,16 +208,11 @@ def test_weights_are_those_of_the_paper(block_size: int, gamma: float) -> None:
 
 
 def test_simulated_tau_by_hand() -> None:
-    """Two samples: blocks with 3, 0 and 1 leading correct slots, then one with 2 (its fourth slot has no label)."""
-    correct = torch.tensor([
-        [[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1]],
-        [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
-    ], dtype=torch.bool)  # fmt: skip
+    """Two samples, of three blocks and of one."""
+    correct = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]], dtype=torch.bool)
     outcome = Outcome(torch.zeros(()), torch.zeros(()), correct, torch.ones_like(correct))
-    anchors = torch.tensor([[3, 5, 7], [2, -1, -1]])
-    empty = torch.zeros(0)
-    batch = Batch(empty, anchors, empty, empty, empty, ("a", "b"))
-    tau, n = heldout_tau([outcome], [batch])
+    samples = [multi_turn_sample(i, n_anchors=n) for i, n in enumerate((3, 1))]
+    tau, n = heldout_tau([outcome], [batch_of(samples)])
     assert n == 2
     assert tau == pytest.approx(((4 + 1 + 2) / 3 + 3) / 2)
     assert outcome.slot_counts()[0].tolist() == [3.0, 3.0, 3.0]

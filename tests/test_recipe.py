@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.recipe import STAGES, Recipe, load_recipe
+from pipeline.sweep_file import load_sweep
 from pipeline.yaml_text import parse_yaml
 from stages.config import PROFILES, CacheConfig, ConfigError, identity_fields
 
@@ -217,7 +218,7 @@ def config_classes(cls: type = Recipe) -> set[type]:
 
 def test_every_setting_is_tagged() -> None:
     classes = config_classes()
-    assert len(classes) == 11
+    assert len(classes) == 12
     for cls in classes:
         for f in dataclasses.fields(cls):
             assert f.metadata.get("kind") in ("identity", "execution"), f"{cls.__name__}.{f.name} has no tag"
@@ -255,6 +256,8 @@ def test_execution_settings_never_enter_an_identity(tmp_path: Path) -> None:
                 values["api_key_env"] = "OTHER_KEY"
             if section.name == "cache":
                 values["path"] = "elsewhere"
+            if section.name == "train":
+                values |= {"min_workers": 1, "trackers": ("wandb",)}
             other = dataclasses.replace(recipe, **{section.name: dataclasses.replace(config, **values)})
             changed += len(names)
             assert not set(names) & set(identity_fields(config))
@@ -310,9 +313,12 @@ def test_to_json_has_every_setting(tmp_path: Path) -> None:
 # --- the recipes that come with the project -------------------------------------------------------------
 
 
+SWEEPS = {"ablations.yaml"}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_recipes_load(path: Path) -> None:
-    assert load_recipe(path).name == path.stem
+    assert (load_sweep(path) if path.name in SWEEPS else load_recipe(path)).name == path.stem
 
 
 def test_the_real_recipe_has_the_settings_of_the_paper() -> None:

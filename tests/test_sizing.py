@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cache_schema.errors import DFlashError
@@ -23,6 +22,7 @@ from pipeline.sizing import flops_text, plan_run, render_plan
 from stages.config import ConfigError
 from stages.drafter import Drafter, DrafterSpec
 from stages.errors import TargetError
+from stages.hardware import step_flops
 from stages.layers import check_layer_ids, feature_layer_ids
 
 QWEN3_8B = {
@@ -87,21 +87,13 @@ def test_a_tied_head_is_counted_once() -> None:
     assert frozen_parameters(dataclasses.replace(SPEC, tie_word_embeddings=True)) == 100 * 32
 
 
-def test_flops_are_those_that_torch_counts() -> None:
-    """With the dense mask that this pass uses, every slot pays for T + A·B keys; torch counts the same."""
-    tokens, anchors, block = 24, 3, SPEC.block_size
-    drafter = Drafter(SPEC, seed=0)
-    head = torch.randn(SPEC.vocab_size, SPEC.hidden_size)
-    features = torch.randn(1, tokens, 3, SPEC.hidden_size)
-    embedded = torch.randn(1, anchors, block, SPEC.hidden_size)
-    at = torch.tensor([[5, 9, 14]])
-    # The fused kernel of the CPU is one that torch does not count.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        hidden = drafter(features, embedded, at)[:, :, 1:]
-        (hidden @ head.T).sum().backward()
-    dense = tokens + anchors * block
-    parts = sample_flops(SPEC, tokens=tokens, anchors=anchors, visible=dense - block)
-    assert counter.get_total_flops() == sum(parts.values())
+def test_flops_of_a_sample_are_those_of_its_step() -> None:
+    """3 blocks of B slots, all but the first of each with a label; each slot sees 5 context rows and its own block."""
+    block = SPEC.block_size
+    parts = sample_flops(SPEC, tokens=24, anchors=3, visible=5)
+    pairs = 3 * block * (5 + block)
+    assert parts == step_flops(SPEC, context_rows=24, slots=3 * block, labels=3 * (block - 1), visible=pairs)
+    assert all(value > 0 for value in parts.values())
 
 
 def test_prefill_flops_are_those_that_torch_counts() -> None:

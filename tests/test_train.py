@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from stages.drafter import Drafter
 from stages.errors import TrainingError
 from stages.objective import heldout_tau
 from stages.order import StepPlan
+from stages.replicas import Replicas
 from stages.target import Target
 from stages.train import FrozenEnds, Trainer, TrainJob, learning_rate, train_rank
 from stages.world import World
@@ -168,7 +170,7 @@ def test_checkpoints_are_ordered_by_step_and_not_by_name(tmp_path: Path) -> None
     drafter = Drafter(make_spec(), seed=0)
     optimizer = torch.optim.AdamW(drafter.parameters())
     for step in (999_998, 999_999, 1_000_000):
-        checkpoint.save_checkpoint(tmp_path, checkpoint.Progress(step, "f"), drafter, optimizer)
+        checkpoint.save_checkpoint(tmp_path, checkpoint.Progress(step, "f"), Replicas(drafter, World()), optimizer)
     checkpoint.rotate(tmp_path, 2)
     found = checkpoint.newest_checkpoint(tmp_path, "f")
     assert found is not None
@@ -184,7 +186,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pyte
     drafter = Drafter(make_spec(), seed=0)
     optimizer = torch.optim.AdamW(drafter.parameters())
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save_checkpoint(tmp_path, checkpoint.Progress(1, "f"), drafter, optimizer)
+        checkpoint.save_checkpoint(tmp_path, checkpoint.Progress(1, "f"), Replicas(drafter, World()), optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,30 +290,85 @@ def test_micro_batches_do_not_change_the_step(cache: FeatureCache, tmp_path: Pat
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def run_rank(rank: int, cache: FeatureCache, folder: Path, config: TrainConfig) -> None:
-    """Body of a spawned process."""
+def first_checkpoint_of(source: Path, folder: Path) -> None:
+    """A training as it was after its first checkpoint."""
+    shutil.copytree(source / "checkpoints", folder / "checkpoints")
+    for newer in sorted((folder / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(newer)
+
+
+def run_rank(rank: int, cache: FeatureCache, folder: Path, configs: dict[str, TrainConfig]) -> None:
+    """Body of a spawned process: several trainings, one after the other."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     try:
-        make_trainer(cache, folder / "train", config, world=World(rank, 2)).run()
+        for name, config in configs.items():
+            make_trainer(cache, folder / name, config, world=World(rank, 2)).run()
+        if rank == 0:
+            first_checkpoint_of(folder / "eight", folder / "resumed")
+        torch.distributed.barrier()
+        make_trainer(cache, folder / "resumed", configs["eight"], world=World(rank, 2)).run()
     finally:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("batch", "micro"), [(4, 1), (6, 2)])
-def test_ranks_do_not_change_the_step(cache: FeatureCache, tmp_path: Path, batch: int, micro: int) -> None:
-    """With batches of 6 the last step has one sample, so that rank 1 has none."""
+RANKS = {
+    "four-and-one": dataclasses.replace(SPLIT, micro_samples=1),
+    "six": dataclasses.replace(SPLIT, batch_samples=6, micro_samples=2),
+    "shared": dataclasses.replace(SPLIT, batch_samples=6, micro_samples=2, shard=True),
+    "dpace": dataclasses.replace(SPLIT, slot_weights="dpace", micro_samples=2),
+    "eight": dataclasses.replace(
+        SPLIT, batch_samples=8, micro_samples=4, epochs=4, heldout_share=0.2, shard=True, checkpoint_every=1
+    ),
+}
+"""With batches of 6 the last step has one sample, so that rank 1 has none."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(cache: FeatureCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every training of `RANKS`, made by two processes."""
     import torch.multiprocessing
 
-    config = dataclasses.replace(SPLIT, batch_samples=batch, micro_samples=micro)
-    torch.multiprocessing.spawn(run_rank, args=(cache, tmp_path, config), nprocs=2)
-    found = load_file(tmp_path / "train" / "checkpoints" / "step-000002" / checkpoint.MODEL)
-    assert_same(found, final_weights(cache, tmp_path / "whole", dataclasses.replace(config, micro_samples=batch)))
-    two, one = metrics(tmp_path / "train"), metrics(tmp_path / "whole")
-    for field in ("loss", "grad_norm"):
-        assert [row[field] for row in two] == pytest.approx([row[field] for row in one], rel=1e-4)
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, args=(cache, folder, RANKS), nprocs=2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_do_not_change_the_step(cache: FeatureCache, tmp_path: Path, two_ranks: Path, name: str) -> None:
+    """Figure 4: the same loss to 1e-5 at every step, replicated or divided by `fully_shard`."""
+    alone = dataclasses.replace(RANKS[name], micro_samples=RANKS[name].batch_samples, shard=False)
+    whole = make_trainer(cache, tmp_path, alone).run()
+    final = two_ranks / name / "checkpoints" / whole.name
+    assert_same(load_file(final / checkpoint.MODEL), load_file(whole / checkpoint.MODEL))
+    two, one = metrics(two_ranks / name), metrics(tmp_path)
+    assert len(one) == len(two) > 0
+    for field in ("loss", "grad_norm", "weight_norm"):
+        assert [row[field] for row in two] == pytest.approx([row[field] for row in one], rel=1e-5), field
     assert [row["accuracy"] for row in two] == [row["accuracy"] for row in one]
+    looks = [[row["tau"] for row in metrics(folder, "heldout")] for folder in (two_ranks / name, tmp_path)]
+    assert looks[0] == looks[1]
+    assert (final / checkpoint.OPTIMIZER).stat().st_size == (whole / checkpoint.OPTIMIZER).stat().st_size
+
+
+@pytest.mark.slow
+def test_one_rank_goes_on_where_two_stopped(cache: FeatureCache, tmp_path: Path, two_ranks: Path) -> None:
+    """From a checkpoint that a divided drafter wrote."""
+    config = dataclasses.replace(RANKS["eight"], shard=False)
+    whole = make_trainer(cache, tmp_path / "whole", config).run()
+    first_checkpoint_of(two_ranks / "eight", tmp_path / "train")
+    steps: list[int] = []
+    final = make_trainer(cache, tmp_path / "train", config, on_step=lambda row: steps.append(row["step"])).run()
+    assert steps[0] > 1
+    assert_same(load_file(final / checkpoint.MODEL), load_file(whole / checkpoint.MODEL))
+
+
+@pytest.mark.slow
+def test_a_divided_drafter_goes_on_bit_for_bit(two_ranks: Path) -> None:
+    whole, resumed = (two_ranks / name / "checkpoints" / "step-000004" for name in ("eight", "resumed"))
+    assert checkpoint_bytes(resumed) == checkpoint_bytes(whole)
+    assert min(row["step"] for row in metrics(two_ranks / "resumed")) == 2
 
 
 # --- from files, and by heart ------------------------------------------------------------------------------------
