@@ -18,7 +18,7 @@ SETTINGS := $(foreach s,$(SET),--set '$(s)')
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier $(STAGES)
+.PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier bench-decode $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ bench-rolling: $(STAMP) ## training from a cache ten times larger than cache.max
 
 bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
 	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)
+
+bench-decode: $(STAMP) ## speculative decoding: lossless greedily, exact when sampled, and what its loop costs
+	$(BIN)/python -m benchmarks.decode $(BENCH_ARGS)
 
 $(STAGES): $(STAMP)
 	$(DFLASH) $@ $(RECIPE) $(SETTINGS)

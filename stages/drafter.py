@@ -248,9 +248,12 @@ class Drafter(nn.Module):
         out: torch.Tensor = self.hidden_norm(self.fc(features_STLD.flatten(-2)))
         return out
 
-    def context_kv(self, ctx_STD: torch.Tensor, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of context positions start … start+T−1, per layer, [S, G, T, E] each."""
-        positions = torch.arange(start, start + ctx_STD.shape[1], device=ctx_STD.device)
+    def context_kv(
+        self, ctx_STD: torch.Tensor, start: int | torch.Tensor = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of context positions start … start+T−1 (one start, or one per sequence as [S, 1]), per
+        layer, [S, G, T, E] each."""
+        positions = start + torch.arange(ctx_STD.shape[1], device=ctx_STD.device)
         cos, sin = rotary(positions, self.spec.head_dim, self.spec.rope_theta)
         return [layer.self_attn.keys_values(ctx_STD, cos, sin) for layer in self._typed_layers()]
 

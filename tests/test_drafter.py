@@ -20,9 +20,9 @@ from stages.attention import visible_mask
 from stages.batch import TrainingSample, make_batch
 from stages.checkpoint_format import CheckpointError, from_config, load_drafter, to_config
 from stages.config import ConfigError, DrafterConfig
-from stages.decode import DraftSession
 from stages.drafter import Drafter, spec_for_target
 from stages.export import export_drafter
+from stages.sessions import DraftSession
 from tests.tiny import FEATURE_LAYERS, HIDDEN, MASK_ID, SIZES, VOCAB, make_drafter, make_spec, make_target
 
 TARGET = make_target()
@@ -156,11 +156,11 @@ def test_the_training_pass_is_the_drafting_pass(drafter: Drafter) -> None:
     session = DraftSession(drafter, TARGET)
     for a, expected in zip(anchors, trained, strict=True):
         with torch.inference_mode():
-            session.extend(features[session.n_context : a])
+            session.extend(features[None, session.kv.longest : a], [a - session.kv.longest])
             block = torch.tensor([[[int(ids[a]), *[MASK_ID] * 3]]])
-            context = (session.kv, session.n_context)
+            context = (session.kv.context(), session.kv.longest)
             hidden = drafter.blocks(TARGET.embed(block), torch.tensor([[a]]), *context)[0, 0]
-            drafts = session.draft(int(ids[a]), 4)
+            drafts = session.draft(torch.tensor([int(ids[a])]), 4)[0].argmax(dim=-1).tolist()
         torch.testing.assert_close(hidden @ TARGET.head.T, expected, rtol=1e-5, atol=1e-5)
         assert drafts == expected[1:].argmax(dim=-1).tolist()
 
