@@ -19,7 +19,7 @@ STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
-    bench-runner bench-extract bench-train bench-resume bench-train-data sweep $(STAGES)
+    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode sweep $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -73,6 +73,9 @@ sweep: $(STAMP) ## the ablations of the paper on a small target, one page: runs/
 
 bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
 	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)
+
+bench-decode: $(STAMP) ## speculative decoding: lossless greedily, exact when sampled, and what its loop costs
+	$(BIN)/python -m benchmarks.decode $(BENCH_ARGS)
 
 $(STAGES): $(STAMP)
 	$(DFLASH) $@ $(RECIPE) $(SETTINGS)

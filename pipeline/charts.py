@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from pipeline.charts_decoding import sizes_chart, split_chart
 from pipeline.report_text import bytes_text, count_text, label, percent_text, seconds_text, shares
 from pipeline.report_values import as_dict, dict_rows, number, numbers
 from pipeline.svg import (
@@ -57,6 +58,8 @@ def draw_charts(report: dict[str, Any]) -> list[Chart]:
     makers: dict[str, Callable[[dict[str, Any]], Drawn | None]] = {
         "acceptance": acceptance_chart,
         "categories": category_chart,
+        "split": split_chart,
+        "sizes": sizes_chart,
         "loss": loss_chart,
         "accuracy": accuracy_chart,
         "tau": tau_chart,

@@ -35,26 +35,79 @@ def dflash() -> None:
     """Train a DFlash drafter for your model: generate, extract, train, evaluate, export."""
 
 
+GOES_ON = "Goes on where it stopped; does nothing when it is done."
+AgainstOption = click.option(
+    "--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RESULTS.JSON",
+    help="Set another run's results beside this run's in the report.",
+)  # fmt: skip
+
+
 def _stage_command(name: str, text: str) -> None:
-    @dflash.command(name, help=f"{text}\n\nGoes on where it stopped; does nothing when it is done.")
+    @dflash.command(name, help=f"{text}\n\n{GOES_ON}")
     @RecipeArgument
     @SetOption
     def command(recipe: Path, overrides: tuple[str, ...]) -> None:
         from pipeline.jobs import run_stages
 
-        run = run_stages(recipe, overrides, [name], say)
-        if name == "evaluate":
-            _write_report(run.recipe)
+        run_stages(recipe, overrides, [name], say)
 
 
 for _name, _text in (
     ("generate", "Let the target answer the prompts of RECIPE."),
     ("extract", "Store the target's hidden states of all answers in the feature cache."),
     ("train", "Train the drafter from the feature cache."),
-    ("evaluate", "Decode held-out prompts speculatively and compare with plain decoding."),
-    ("export", "Write the checkpoint that SGLang and vLLM load."),
 ):
     _stage_command(_name, _text)
+
+
+@dflash.command(
+    "evaluate", help=f"Decode held-out prompts speculatively and compare with plain decoding.\n\n{GOES_ON}"
+)
+@RecipeArgument
+@SetOption
+@AgainstOption
+def evaluate_command(recipe: Path, overrides: tuple[str, ...], against: Path | None) -> None:
+    from pipeline.jobs import run_stages
+
+    _write_report(run_stages(recipe, overrides, ["evaluate"], say).recipe, against)
+
+
+@dflash.command("export", help=f"Write the checkpoint that SGLang and vLLM load.\n\n{GOES_ON}")
+@RecipeArgument
+@SetOption
+@click.option("--check", "only_check", is_flag=True, help="Write nothing; check what was exported, rule by rule.")
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With --check: another drafter's folder.",
+)  # fmt: skip
+@JsonOption
+def export_command(
+    recipe: Path, overrides: tuple[str, ...], only_check: bool, folder: Path | None, as_json: bool
+) -> None:
+    from pipeline.jobs import run_stages
+
+    if not only_check and (folder is not None or as_json):
+        raise click.UsageError("--folder and --json go with --check")
+    if only_check:
+        _check_exported(recipe, overrides, folder, as_json)
+    else:
+        run_stages(recipe, overrides, ["export"], say)
+
+
+def _check_exported(recipe: Path, overrides: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from pipeline.export_step import check_exported
+    from pipeline.recipe import load_recipe
+    from pipeline.run import Run
+
+    checks = check_exported(Run(load_recipe(recipe, overrides), say), folder)
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        click.echo("\n".join(f"{'ok  ' if c.ok else 'BAD '} {c.name}: {c.detail}" for c in checks))
+    if not all(check.ok for check in checks):
+        sys.exit(1)
 
 
 @dflash.command("run")
@@ -75,19 +128,20 @@ def run_command(recipe: Path, overrides: tuple[str, ...]) -> None:
 @dflash.command("report")
 @RecipeArgument
 @SetOption
-def report_command(recipe: Path, overrides: tuple[str, ...]) -> None:
+@AgainstOption
+def report_command(recipe: Path, overrides: tuple[str, ...], against: Path | None) -> None:
     """Draw the report of a run, whatever of it is done."""
     from pipeline.recipe import load_recipe
 
-    _write_report(load_recipe(recipe, overrides))
+    _write_report(load_recipe(recipe, overrides), against)
 
 
-def _write_report(recipe: Any) -> None:
+def _write_report(recipe: Any, against: Path | None = None) -> None:
     from pipeline.report import collect_report, write_report
     from pipeline.report_summary import summary_lines
 
-    write_report(recipe.run, recipe.to_json())
-    click.echo("\n".join(summary_lines(collect_report(recipe.run, recipe.to_json()))))
+    write_report(recipe.run, recipe.to_json(), against)
+    click.echo("\n".join(summary_lines(collect_report(recipe.run, recipe.to_json(), against))))
 
 
 @dflash.command("plan")

@@ -1,4 +1,4 @@
-"""The evaluate stage, driven: speculative decoding with the trained drafter, prompt by prompt."""
+"""The evaluate stage, driven: speculative decoding with the trained drafter, or with an existing one."""
 
 from __future__ import annotations
 
@@ -7,58 +7,94 @@ from pathlib import Path
 from typing import Any
 
 from cache_schema.durable import write_atomic
-from cache_schema.identity import canonical_json, sha256_json
+from cache_schema.identity import canonical_json
 from pipeline.errors import PipelineError
-from pipeline.progress import Progress
-from pipeline.run import Run, read_object, say_resume
+from pipeline.run import Run, read_object
 from pipeline.train_step import train_job, trained_drafter
 from stages.config import identity_fields
 
 
 def run_evaluate(run: Run) -> None:
-    """Trained drafter in, real speculative decoding out.
+    """Drafter in, real speculative decoding out: `results.json`, and `schedule.json` with the best block sizes.
 
     Raises:
-        PromptError, PipelineError, TargetError: see the stages.
+        PromptError, PipelineError, TargetError, CheckpointError: see the stages.
     """
-    from stages.chat import render_prompt
-    from stages.evaluate import EvalPrompt
-    from stages.prompts import import_prompts, prompts_sha256, to_prompt
+    from stages.prompts import prompts_sha256
 
     recipe, folder = run.recipe, run.folder.evaluate
-    job = train_job(run)
-    drafter, weights_sha256 = trained_drafter(run, job)
-    found = import_prompts(recipe.evaluate.sources, recipe.base)
-    made_of = {
-        "weights_sha256": weights_sha256,
-        "train": job.fingerprint,
-        "evaluate": identity_fields(recipe.evaluate),
-        "prompts_sha256": prompts_sha256(found.conversations),
-    }
+    drafter, made_of = _drafter(run)
+    conversations, n_rejected = _conversations(run)
+    made_of |= {"evaluate": identity_fields(recipe.evaluate), "prompts_sha256": prompts_sha256(conversations)}
     fingerprint = run.pin("evaluate", folder, made_of)
     if run.is_done("evaluate", fingerprint, lambda: read_object(folder / "results.json") is not None):
         return
-    _require_unseen(run, found.conversations)
-    prompts = [
-        EvalPrompt(
-            c.sample_id,
-            c.category or "all",
-            str(c.messages[-1]["content"]),
-            render_prompt(run.tokenizer, c.messages, tools=c.tools, template_kwargs=recipe.target.chat_template_kwargs),
-        )
-        for c in map(to_prompt, found.conversations)
-    ]
+    _require_unseen(run, conversations)
+    prompts = _rendered(run, conversations)
     with run.stage("evaluate", fingerprint) as summary:
         results = _evaluate(run, drafter, prompts)
         write_atomic(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+        write_atomic(folder / "schedule.json", (json.dumps(results["schedule"], indent=1) + "\n").encode())
         trained = results["drafters"]["trained"]
         summary |= {
             "prompts": len(prompts),
-            "rejected": len(found.rejects),
+            "rejected": n_rejected,
             "tau": trained["tau"],
             "speedup": trained["speedup"],
             "identical": trained["identical"],
         }
+
+
+def _drafter(run: Run) -> tuple[Any, dict[str, Any]]:
+    """The drafter to evaluate, trained here or given as a folder, and what it is made of."""
+    given = run.recipe.evaluate.drafter
+    if given is None:
+        job = train_job(run)
+        drafter, weights_sha256 = trained_drafter(run, job)
+        return drafter, {"weights_sha256": weights_sha256, "train": job.fingerprint}
+    from cache_schema.identity import sha256_file
+    from stages.checkpoint_format import load_drafter
+    from stages.export_check import require_fit
+    from stages.target import load_config, shape_of
+
+    folder = run.recipe.base / Path(given).expanduser()
+    drafter = load_drafter(folder)
+    require_fit(drafter.spec, shape_of(load_config(run.recipe.target)), str(folder))
+    config = json.loads((folder / "config.json").read_bytes())
+    return drafter, {"weights_sha256": sha256_file(folder / "model.safetensors"), "config": config}
+
+
+def _conversations(run: Run) -> tuple[list[Any], int]:
+    """What is asked, from sources and benchmarks, and how many rows were rejected."""
+    from stages.prompts import import_prompts
+
+    config = run.recipe.evaluate
+    found = import_prompts(config.sources, run.recipe.base) if config.sources else None
+    conversations = list(found.conversations) if found else []
+    if config.benchmarks:
+        from stages.benchmarks import load_benchmark
+
+        for name in config.benchmarks:
+            conversations += load_benchmark(name, config.benchmark_prompts)
+    return conversations, len(found.rejects) if found else 0
+
+
+def _rendered(run: Run, conversations: list[Any]) -> list[Any]:
+    from stages.chat import render_prompt
+    from stages.evaluate import EvalPrompt
+    from stages.prompts import to_prompt
+
+    kwargs = run.recipe.target.chat_template_kwargs
+    return [
+        EvalPrompt(
+            c.sample_id,
+            c.category or "all",
+            str(c.messages[-1]["content"]),
+            render_prompt(run.tokenizer, c.messages, tools=c.tools, template_kwargs=kwargs),
+            c.difficulty,
+        )
+        for c in map(to_prompt, conversations)
+    ]
 
 
 def _require_unseen(run: Run, conversations: Any) -> None:
@@ -69,6 +105,8 @@ def _require_unseen(run: Run, conversations: Any) -> None:
     def asked(messages: Any) -> list[str]:
         return [canonical_json(dict(m)) for m in messages if m["role"] != "assistant"]
 
+    if not run.folder.responses.is_dir():  # an existing drafter is evaluated, and nothing was trained here
+        return
     seen: dict[tuple[str, ...], str] = {}
     for response in ResponsesTable.open(run.folder.responses):
         said = asked(response.messages)
@@ -83,17 +121,42 @@ def _require_unseen(run: Run, conversations: Any) -> None:
 
 
 def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
+    from pipeline.evaluate_results import measure_passes, middle_of, results_of, schedule_of
+    from pipeline.evaluate_units import plan_units
+    from stages.evaluate import Variant
+    from stages.schedule import size_by_rows
+
+    config = run.recipe.evaluate
+    own = drafter.spec.block_size
+    sizes = config.block_sizes or (own,)
+    bench = _bench(run, drafter)
+    trained = [Variant("trained", size, size) for size in sizes]
+    first = own if own in sizes else sizes[0]
+    main = [*trained, *([Variant("untrained", first, first)] if config.untrained else [])]
+    columns = bench.decode(plan_units(prompts, config.temperatures, config.batch_sizes, main, trained))
+    passes = measure_passes(bench, sizes, config.batch_sizes, middle_of(prompts, columns))
+    schedule = schedule_of(columns, passes, config.temperatures[0], config.batch_sizes[0])
+    if config.block_size == "schedule":
+        follow = [Variant("trained", "schedule", size_by_rows(schedule))]
+        columns |= bench.decode(plan_units(prompts, config.temperatures, config.batch_sizes, follow, follow))
+    return results_of(bench, columns, own, len(prompts), passes, schedule)
+
+
+def _bench(run: Run, drafter: Any) -> Any:
+    """Target and drafters, loaded, placed, and checked for what the settings need of them."""
     import torch
 
+    from pipeline.evaluate_units import Bench
     from stages.chat import end_of_turn_ids
     from stages.device import use_threads, worker_device
     from stages.drafter import Drafter
-    from stages.evaluate import Tally, evaluate_prompt, warm_up
+    from stages.sessions import check_target
     from stages.target import DTYPES, load_target
 
     config = run.recipe.evaluate
     use_threads(config.threads)
     target = load_target(run.recipe.target, device=worker_device(), dtype=config.dtype)
+    check_target(target, sampled=any(config.temperatures), ragged=max(config.batch_sizes) > 1)
     stop_ids = end_of_turn_ids(
         target.tokenizer,
         getattr(target.model, "generation_config", None),
@@ -104,40 +167,4 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     )
     for model in drafters.values():  # weights as they are exported: rounded to bfloat16
         model.to(torch.bfloat16).to(target.device, DTYPES[config.dtype]).requires_grad_(False)
-    tallies = {name: Tally(drafter.spec.block_size) for name in drafters}
-    rows_dir = run.folder.evaluate / "prompts"
-    rows_dir.mkdir(exist_ok=True)
-    finished = {p.sample_id: _finished_row(_row_file(rows_dir, p.sample_id), drafters) for p in prompts}
-    have = [s for s, rows in finished.items() if rows is not None]
-    say_resume(run, "evaluate", len(have), len(prompts), "prompts")
-    if len(have) < len(prompts):
-        warm_up(target, drafters, prompts[0], stop_ids)
-    with Progress(len(prompts), "prompts", "evaluate", done=len(have)) as progress:
-        for prompt in prompts:
-            rows = finished[prompt.sample_id]
-            if rows is None:
-                rows = evaluate_prompt(
-                    target, drafters, prompt, max_new_tokens=config.max_new_tokens, stop_ids=stop_ids
-                )
-                write_atomic(_row_file(rows_dir, prompt.sample_id), json.dumps(rows).encode())
-                progress.update(1)
-            for name, row in rows.items():
-                tallies[name].rows.append(row)
-    return {
-        "block_size": drafter.spec.block_size,
-        "max_new_tokens": config.max_new_tokens,
-        "dtype": config.dtype,
-        "heldout_prompts": len(prompts),
-        "drafters": {name: t.results() for name, t in tallies.items()},
-    }
-
-
-def _finished_row(file: Path, names: Any) -> dict[str, Any] | None:
-    """A prompt's rows by drafter, or None when it has to be decoded (again)."""
-    rows = read_object(file)
-    whole = rows is not None and rows.keys() == set(names) and all(isinstance(r, dict) for r in rows.values())
-    return rows if whole else None
-
-
-def _row_file(folder: Path, sample_id: str) -> Path:
-    return folder / f"{sha256_json(sample_id)[:32]}.json"
+    return Bench(run, target, drafters, stop_ids, config.max_new_tokens)

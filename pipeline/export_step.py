@@ -1,6 +1,9 @@
-"""The export stage, driven: trained drafter in, the checkpoint for SGLang and vLLM out."""
+"""The export stage, driven: trained drafter in, the checkpoint for SGLang and vLLM out; and what is there, checked."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from cache_schema.identity import sha256_json
 from pipeline.run import Run
@@ -45,3 +48,25 @@ def run_export(run: Run) -> None:
             "sha256": sha256_file(weights),
             "folder": str(run.folder.export),
         }
+
+
+def check_exported(run: Run, folder: Path | None = None) -> list[Any]:
+    """Every rule of `stages.export_check` for the run's exported folder, or for another drafter's.
+
+    The run's own folder is also compared with the trained weights, where they are still there.
+
+    Args:
+        run: whose target the drafter must fit.
+        folder: another drafter's folder; None takes what this run exported.
+    """
+    from pipeline.errors import PipelineError
+    from stages.export_check import check_export
+    from stages.target import load_config, shape_of
+
+    trained = None
+    if folder is None:
+        try:
+            trained, _ = trained_drafter(run, train_job(run))
+        except PipelineError:
+            run.say("export: the trained weights are not there any more, so the export is not compared with them")
+    return check_export(folder or run.folder.export, shape_of(load_config(run.recipe.target)), trained)

@@ -42,5 +42,6 @@ def _results(folder: RunFolder) -> str:
     trained = json.loads(file.read_bytes())["drafters"]["trained"]
     rows = [f"| τ (greedy, {trained['prompts']} held-out prompts) | {trained['tau']:.2f} |"]
     rows += [f"| τ, {category} | {r['tau']:.2f} |" for category, r in trained["by_category"].items()]
-    rows.append(f"| output equal to plain decoding | {trained['identical']} of {trained['prompts']} |")
+    if trained["identical"] is not None:  # sampled outputs are not compared
+        rows.append(f"| output equal to plain decoding | {trained['identical']} of {trained['prompts']} |")
     return "\n".join(rows) + "\n"

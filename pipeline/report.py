@@ -14,15 +14,8 @@ from typing import Any
 
 from cache_schema.durable import write_atomic
 from pipeline.errors import PipelineError
-from pipeline.report_sections import (
-    Dropped,
-    drafter_numbers,
-    read_cache,
-    read_evaluate,
-    read_responses,
-    read_stages,
-    read_train,
-)
+from pipeline.report_evaluate import drafter_numbers, read_against, read_evaluate, side_by_side
+from pipeline.report_sections import Dropped, read_cache, read_responses, read_stages, read_train
 from pipeline.report_summary import summary_lines
 from pipeline.report_text import FILTERS, clean
 from pipeline.report_values import as_dict, finite, number, read_json
@@ -32,19 +25,22 @@ __all__ = ["REPORT_VERSION", "collect_report", "render_report", "summary_lines",
 REPORT_VERSION = 1
 
 
-def collect_report(run: Path, recipe: dict[str, Any] | None = None) -> dict[str, Any]:
+def collect_report(
+    run: Path, recipe: dict[str, Any] | None = None, against: Path | None = None
+) -> dict[str, Any]:
     """Everything the report says, read from a run folder.
 
     Args:
         run: the run folder; any stage may be missing or half done.
         recipe: the resolved recipe; None reads it from `recipe.json` in the run folder.
+        against: `results.json` of another run, to set beside this one's evaluation.
 
     Returns:
         A dict of plain JSON values: `run`, `recipe`, `headline`, `responses`, `cache`, `train`, `evaluate`
-        (each None when that stage has left nothing yet), `stages`, `dropped` and `problems`.
+        (each None when that stage has left nothing yet), `against`, `stages`, `dropped` and `problems`.
 
     Raises:
-        PipelineError: the run folder does not exist.
+        PipelineError: the run folder does not exist, or `against` holds no results.
     """
     if not run.is_dir():
         raise PipelineError(f"{run}: no such run folder, so there is nothing to report; run `dflash run RECIPE` first")
@@ -61,10 +57,14 @@ def collect_report(run: Path, recipe: dict[str, Any] | None = None) -> dict[str,
         "cache": read_cache(cache, dropped, problems),
         "train": read_train(run / "train", problems),
         "evaluate": read_evaluate(run / "evaluate", problems),
+        "against": None,
         "stages": read_stages(run, problems),
         "dropped": dropped.rows(),
         "problems": problems,
     }
+    if against is not None:
+        there = read_against(against)
+        report["against"] = side_by_side(report["evaluate"], there, str(against)) if report["evaluate"] else None
     report["headline"] = headline(report)
     return report
 
@@ -74,7 +74,7 @@ def headline(report: dict[str, Any]) -> dict[str, Any]:
     evaluate = as_dict(report["evaluate"])
     drafters = as_dict(evaluate.get("drafters"))
     trained, untrained = as_dict(drafters.get("trained")), as_dict(drafters.get("untrained"))
-    speeds = ("tokens_per_s", "plain_tokens_per_s", "speedup", "identical", "prompts")
+    speeds = ("tokens_per_s", "plain_tokens_per_s", "speedup", "identical", "ties", "prompts")
     return {
         "tau": number(trained.get("tau")),
         "tau_untrained": number(untrained.get("tau")),
@@ -108,16 +108,16 @@ def render_report(report: dict[str, Any]) -> str:
     return page.render(r=report, h=report["headline"], trained=trained, charts=charts)
 
 
-def write_report(run: Path, recipe: dict[str, Any] | None = None) -> Path:
+def write_report(run: Path, recipe: dict[str, Any] | None = None, against: Path | None = None) -> Path:
     """Write `report.html` and `report.json` into the run folder, each atomically.
 
     Returns:
         The path of the page.
 
     Raises:
-        PipelineError: the run folder does not exist.
+        PipelineError: as `collect_report`.
     """
-    report = collect_report(run, recipe)
+    report = collect_report(run, recipe, against)
     page = render_report(report).encode("utf-8", "replace")
     write_atomic(run / "report.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
     write_atomic(run / "report.html", page)

@@ -266,45 +266,6 @@ def _thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int)]
 
 
-def read_evaluate(folder: Path, problems: list[str]) -> dict[str, Any] | None:
-    """What `evaluate` measured, field by field."""
-    results = as_dict(read_json(folder / "results.json", problems))
-    if not results:
-        return None
-    return {
-        "block_size": number(results.get("block_size")),
-        "max_new_tokens": number(results.get("max_new_tokens")),
-        "dtype": results.get("dtype"),
-        "heldout_prompts": number(results.get("heldout_prompts")),
-        "drafters": {n: drafter_numbers(d) for n, d in as_dict(results.get("drafters")).items() if isinstance(d, dict)},
-    }
-
-
-def drafter_numbers(found: dict[str, Any]) -> dict[str, Any]:
-    """The measurements of one drafter with every field there, None or empty where the file lacks it."""
-    names = ("tau", "tokens_per_s", "plain_tokens_per_s", "speedup", "identical", "prompts")
-    by_category = {
-        name: {"tau": number(as_dict(row).get("tau")), "responses": number(as_dict(row).get("responses"))}
-        for name, row in as_dict(found.get("by_category")).items()
-    }
-    differences = ("sample_id", "position", "plain", "speculative")
-    examples = [
-        {
-            **{name: e.get(name) for name in ("sample_id", "category", "prompt")},
-            "pieces": [{n: p.get(n) for n in ("text", "accepted", "length")} for p in dict_rows(e.get("pieces"))],
-        }
-        for e in dict_rows(found.get("examples"))
-    ]
-    return {
-        **{name: number(found.get(name)) for name in names},
-        "by_category": by_category,
-        "acceptance_histogram": numbers(found.get("acceptance_histogram")),
-        "accept_by_slot": numbers(found.get("accept_by_slot")),
-        "differences": [{n: d.get(n) for n in differences} for d in dict_rows(found.get("differences"))],
-        "examples": examples,
-    }
-
-
 def read_stages(run: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Seconds, bytes on disk and summary of each stage; `state` is finished, unfinished or not run yet."""
     stages = []

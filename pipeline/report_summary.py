@@ -106,11 +106,14 @@ def _facts(report: dict[str, Any]) -> list[str]:
     head, cache = as_dict(report.get("headline")), report.get("cache")
     lines = []
     if number(head.get("identical")) is not None:
-        same = head["identical"] == head.get("prompts")
+        ties = number(head.get("ties")) or 0
+        same = head["identical"] + ties == head.get("prompts")
         lines.append(
             f"Identical  {count_text(head['identical'])} of {count_text(number(head.get('prompts')))} outputs equal "
             f"plain decoding, token for token{'' if same else ' — NOT ALL'}"
         )
+        if ties:
+            lines.append(f"           {count_text(ties)} part at a tie within rounding")
     else:
         lines.append("Identical  evaluation not run yet")
     if cache:

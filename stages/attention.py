@@ -2,9 +2,10 @@
 
 | form | where | how |
 |---|---|---|
-| `dense` | anywhere | one boolean mask over all keys: the oracle, and for a single block |
+| `dense` | anywhere | one boolean mask over all keys: the oracle |
 | `grouped` | CPU | neighbouring blocks together, over the visible prefix and their own slots only |
 | `flex` | GPU | compiled flex attention under a block mask that is made by arithmetic |
+| `rows` | drafting | sequences of one block each, side by side, with contexts in equally long buffers |
 
 Shapes: C context rows, Q slots, R slots that ask, H query heads, G key/value heads, E head width.
 """
@@ -18,9 +19,10 @@ import torch
 from stages.attention_dense import DenseAttention
 from stages.attention_flex import FlexAttention
 from stages.attention_grouped import GroupedAttention
+from stages.attention_rows import RowsAttention
 from stages.layout import KeysValues, Layout, visible_spans
 
-AttentionForm = Literal["auto", "dense", "grouped", "flex"]
+AttentionForm = Literal["auto", "dense", "grouped", "flex", "rows"]
 
 
 class BlockAttention(Protocol):
@@ -67,6 +69,8 @@ class AttentionPlan:
         spans = visible_spans(self.layout, self.block_size, window=window, causal=self.causal)
         n_context, n_slots = sum(self.layout.n_context), len(spans.slot_start)
         rows_R = self.rows_R if chosen else None
+        if self.form == "rows" and rows_R is None:
+            return RowsAttention(self.layout, spans)
         if self.form == "grouped":
             return GroupedAttention(self.layout, self.block_size, spans, rows_R)
         asking = spans if rows_R is None else spans.of(rows_R)

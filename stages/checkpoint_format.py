@@ -2,7 +2,8 @@
 
 `config.json` plus `model.safetensors`: what SGLang and vLLM load as they are. Reading accepts the
 published variants too: an optional `model.` prefix, `block_size` at either place, rotary base under
-`rope_theta` or `rope_parameters`.
+`rope_theta` or `rope_parameters`, sliding windows by `layer_types` or by `dflash_config.use_swa`, causality under any
+of the names that are in use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save
 from stages.config import ConfigError
 from stages.drafter import Drafter, DrafterSpec
 from stages.errors import StageError
+from stages.layers import feature_layer_ids
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -39,7 +41,8 @@ def to_config(spec: DrafterSpec, dtype: str = "bfloat16") -> dict[str, Any]:
             "block_size": spec.block_size,
             "mask_token_id": spec.mask_token_id,
             "target_layer_ids": list(spec.feature_layer_ids),
-            **({} if spec.is_causal else {"is_causal": False}),
+            # vLLM reads `causal` here, or `is_causal` at the top; the specification has `is_causal`.
+            **({} if spec.is_causal else {"is_causal": False, "causal": False}),
         },
         "dtype": dtype,
         "eos_token_id": spec.eos_token_id,
@@ -48,6 +51,7 @@ def to_config(spec: DrafterSpec, dtype: str = "bfloat16") -> dict[str, Any]:
         "hidden_size": spec.hidden_size,
         "initializer_range": spec.initializer_range,
         "intermediate_size": spec.intermediate_size,
+        **({} if spec.is_causal else {"is_causal": False}),
         "layer_types": list(spec.layer_types) or ["full_attention"] * spec.n_layers,
         "max_position_embeddings": spec.max_position_embeddings,
         "max_window_layers": spec.n_layers,
@@ -82,7 +86,12 @@ def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         raise CheckpointError(f"{where}: block_size is {outer}, dflash_config.block_size is {inner}; make them equal")
     if inner is None and outer is None:
         raise CheckpointError(f"{where}: no block_size, neither at the top nor in dflash_config")
-    sliding = config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or []) else None
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act is {config['hidden_act']!r}, but a drafter's MLP is SwiGLU (silu)")
+    layer_types, window, causal = _attention(config, flash, where)
+    n_target_layers = _need(config, "num_target_layers", where)
+    # Folders of before the key name no layers and mean as many as the drafter has.
+    default_ids = feature_layer_ids(n_target_layers, _need(config, "num_hidden_layers", where))
     return DrafterSpec(
         hidden_size=_need(config, "hidden_size", where),
         intermediate_size=_need(config, "intermediate_size", where),
@@ -92,21 +101,40 @@ def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         vocab_size=_need(config, "vocab_size", where),
         block_size=outer if outer is not None else inner,
-        n_target_layers=_need(config, "num_target_layers", where),
-        feature_layer_ids=tuple(_need(flash, "target_layer_ids", f"{where}: dflash_config")),
+        n_target_layers=n_target_layers,
+        feature_layer_ids=tuple(flash.get("target_layer_ids") or default_ids),
         mask_token_id=_need(flash, "mask_token_id", f"{where}: dflash_config"),
         rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta") or _need(config, "rope_theta", where)),
         rms_norm_eps=_need(config, "rms_norm_eps", where),
         max_position_embeddings=_need(config, "max_position_embeddings", where),
         attention_bias=bool(config.get("attention_bias", False)),
-        layer_types=tuple(config.get("layer_types") or ()),
-        sliding_window=sliding,
-        is_causal=bool(flash.get("is_causal", True)),
+        layer_types=layer_types,
+        sliding_window=window,
+        is_causal=causal,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
         initializer_range=float(config.get("initializer_range", 0.02)),
     )
+
+
+def _attention(config: dict[str, Any], flash: dict[str, Any], where: str) -> tuple[tuple[str, ...], int | None, bool]:
+    """Layer types, window, and whether sliding layers are causal in the block; read as vLLM reads them.
+
+    `dflash_config.use_swa` makes every layer sliding where `layer_types` has none that is, and then none is causal
+    unless the config says so.
+    """
+    layer_types = tuple(config.get("layer_types") or ())
+    said = [v for v in (config.get("is_causal"), flash.get("is_causal"), flash.get("causal")) if v is not None]
+    if "sliding_attention" in layer_types:
+        window = flash.get("swa_window_size") or config.get("sliding_window")
+        return layer_types, window, bool(said[0]) if said else True
+    if flash.get("use_swa"):
+        window = flash.get("swa_window_size") or _need(config, "sliding_window", where)
+        return ("sliding_attention",) * _need(config, "num_hidden_layers", where), window, bool(said and said[0])
+    if flash.get("causal"):
+        raise CheckpointError(f"{where}: dflash_config.causal is true, but full-attention layers look both ways")
+    return layer_types, None, True
 
 
 def _need(config: dict[str, Any], key: str, where: str) -> Any:
@@ -153,6 +181,9 @@ def load_drafter(folder: Path) -> Drafter:
         stored = load_file(weights_file)
     except (ValueError, SafetensorError, ConfigError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}; export or fetch it again") from error
+    apart = sorted(f.name for f in folder.glob("mask_embedding*"))
+    if apart:
+        raise CheckpointError(f"{folder}: {apart[0]}: a drafter with a MASK embedding of its own is not known here")
     tensors = {name.removeprefix("model."): t for name, t in stored.items()}
     check_tensors(spec, tensors, str(weights_file))
     drafter = Drafter(spec)

@@ -303,18 +303,49 @@ class EvaluateConfig:
     """Speculative decoding with the trained drafter, beside plain decoding."""
 
     sources: tuple[SourceConfig, ...] = identity()
-    """Prompts that were not trained on."""
+    """Prompts that were not trained on; may be empty when `benchmarks` has some."""
+    benchmarks: tuple[str, ...] = identity(())
+    """Public benchmarks by name: gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench, alpaca."""
+    benchmark_prompts: int = identity(128)
+    """At most this many prompts of each benchmark, from its front."""
     max_new_tokens: int = identity(256)
     dtype: Literal["bfloat16", "float16", "float32"] = identity("float32")
     """float32 makes the token-for-token check exact; lower types can tie within rounding."""
+    block_sizes: tuple[int, ...] = identity(())
+    """Block sizes that the trained drafter is used with; empty takes its own."""
+    temperatures: tuple[float, ...] = identity((0.0,))
+    """0 is greedy and compared with plain decoding token for token; above it, speculative sampling."""
+    top_k: int = identity(0)
+    """0 is off; of target and sampled drafts, at temperatures above 0."""
+    top_p: float = identity(1.0)
+    drafts: Literal["greedy", "sampled"] = identity("greedy")
+    """At temperatures above 0: drafts are the drafter's argmax, or drawn from its distribution. Both are exact."""
+    batch_sizes: tuple[int, ...] = identity((1,))
+    """Prompts decoded together."""
+    block_size: Literal["schedule"] | None = identity(None)
+    """`schedule`: also follow the block-size schedule that the measurements give, by the number of rows at work."""
     untrained: bool = identity(True)
-    """Also measure the drafter as it was before training."""
+    """Also measure the drafter as it was before training, in the first setting only."""
+    drafter: str | None = execution(None)
+    """Folder of an existing drafter to evaluate instead of the trained one. (Its weights enter the fingerprint.)"""
     threads: int | None = execution(None)
 
     def __post_init__(self) -> None:
         require_threads("evaluate", self.threads)
-        require(len(self.sources) > 0, "evaluate.sources", self.sources, "at least one source is needed")
+        some = len(self.sources) + len(self.benchmarks) > 0
+        require(some, "evaluate.sources", self.sources, "at least one source or benchmark is needed")
         require(self.max_new_tokens >= 2, "evaluate.max_new_tokens", self.max_new_tokens, "it must be at least 2")
+        require(self.benchmark_prompts > 0, "evaluate.benchmark_prompts", self.benchmark_prompts, "it must be above 0")
+        ok = all(b >= 2 for b in self.block_sizes) and len(set(self.block_sizes)) == len(self.block_sizes)
+        require(ok, "evaluate.block_sizes", self.block_sizes, "each must be at least 2, and none twice")
+        ok = all(0 <= t < float("inf") for t in self.temperatures)
+        ok = ok and 0 < len(self.temperatures) == len(set(self.temperatures))
+        rule = "at least one is needed, each 0 or above, none twice"
+        require(ok, "evaluate.temperatures", self.temperatures, rule)
+        ok = 0 < len(self.batch_sizes) == len(set(self.batch_sizes)) and all(b > 0 for b in self.batch_sizes)
+        require(ok, "evaluate.batch_sizes", self.batch_sizes, "at least one is needed, each above 0, none twice")
+        require(self.top_k >= 0, "evaluate.top_k", self.top_k, "it must be 0 (off) or above")
+        require(0 < self.top_p <= 1, "evaluate.top_p", self.top_p, "it must be in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

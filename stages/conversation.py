@@ -26,7 +26,7 @@ from stages.errors import SampleRefused
 
 FORMS = ("messages", "conversations", "prompt")
 ID_FIELDS = ("id", "sample_id", "uuid", "prompt_id")
-FIELDS = (*FORMS, *ID_FIELDS, "category", "tools")
+FIELDS = (*FORMS, *ID_FIELDS, "category", "difficulty", "tools")
 """All fields of a row that are looked at."""
 _ROLES = {
     "system": "system", "developer": "system",
@@ -87,6 +87,8 @@ class Conversation:
     category: str | None = None
     tools: list[dict[str, Any]] | None = None
     """Tool schemas for the chat template."""
+    difficulty: str | None = None
+    """As the data has it; evaluation counts by it."""
 
     def content_json(self) -> str:
         """Canonical JSON of what the model is shown; equal for equal conversations whatever their ids."""
@@ -117,7 +119,13 @@ def parse_row(row: Any, default_category: str | None = None) -> Conversation:
         sample_id = conversation.sample_id or sha256_bytes(content.encode())[:_CONTENT_ID_DIGITS]
     except CacheError as error:
         raise SampleRefused(Reason.BAD_VALUE, f"{error}; expected JSON values and text that UTF-8 can hold") from error
-    return Conversation(sample_id, messages, category, tools)
+    return Conversation(sample_id, messages, category, tools, difficulty_of(row))
+
+
+def difficulty_of(row: Mapping[str, Any]) -> str | None:
+    """The row's difficulty as text, if it has a text or a whole number there."""
+    value = row.get("difficulty")
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) and value != "" else None
 
 
 def row_id(row: Mapping[str, Any]) -> str | None:

@@ -1,26 +1,42 @@
-"""Lossless speculative decoding with a DFlash drafter, and plain decoding by the same loop (greedy).
+"""Lossless speculative decoding with a DFlash drafter, and plain decoding by the same loop, in batches.
 
-Shapes: T tokens, L feature layers, D hidden, B block size.
+Shapes: R rows (sequences), Q new tokens of a pass, L feature layers, D hidden, V vocabulary, B block size, K = B−1.
 
-Each cycle: draft B−1 tokens in one pass of the drafter, verify `[anchor, drafts]` in one pass of the
-target, keep the accepted prefix plus one token of the target's own, which is the next anchor. Both
-sides keep a cache: the target's is cropped to what was verified; the drafter's holds keys and values of
-the injected context only (block keys and values are never kept) and grows by exactly the verified
-positions. Source: specification, section 4.
+Each cycle: draft B−1 tokens of every row in one pass of the drafter, verify `[anchor, drafts]` in one pass of the
+target, keep each row's accepted prefix plus one token of the target's own, which is its next anchor. Rows accept
+different numbers of drafts, so their caches are ragged (`stages.kv`); a row that has ended leaves the batch. Plain
+decoding is the same loop with a block of size 1. Source: specification, section 4.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache
 
+from stages.clock import Clock
 from stages.drafter import Drafter
-from stages.features import FeatureTap
-from stages.layout import KeysValues, Layout
+from stages.sampling import (
+    ACCEPT,
+    CHOOSE,
+    DRAFT,
+    GREEDY,
+    Sampling,
+    Streams,
+    accepts,
+    after_drafts,
+    draw,
+    leading,
+    probabilities,
+)
+from stages.sessions import DraftSession, RecomputingSession, TargetSession, open_session, target_logits
 from stages.target import Target
+
+PARTS = ("draft", "verify", "sampling", "cache", "rest")
+"""What a cycle's time is divided into."""
+BlockSize = int | Callable[[int], int]
+"""B, or B by the number of rows that are still decoded."""
 
 
 @dataclass(slots=True)
@@ -30,16 +46,17 @@ class Decoded:
     Attributes:
         ids: new tokens, the stop token included.
         cycles: per cycle `accepted drafts + 1`; the prefill's token is not a cycle.
-        prefill_s, decode_s: wall seconds.
-        draft_s, verify_s: parts of `decode_s`.
+        blocks: per cycle the block size.
+        prefill_s, decode_s: seconds of the batch, until this row left it.
+        parts: `decode_s` by part (see `PARTS`).
     """
 
     ids: list[int]
     cycles: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def tau(self) -> float:
@@ -47,155 +64,209 @@ class Decoded:
         return sum(self.cycles) / len(self.cycles) if self.cycles else 0.0
 
 
-class TargetSession:
-    """The target with a KV cache and a tap on its feature layers, for one sequence.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to decode: its id, which its random numbers depend on, and its token ids (at least one)."""
 
-    Args:
-        target: the model.
-        layer_ids: layers whose states are wanted; empty for none.
+    sample_id: str
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class DecodedBatch:
+    """Several responses, decoded together.
+
+    Attributes:
+        rows: one per request, in order.
+        prefill_s, decode_s: wall seconds.
+        parts: `decode_s` by part.
+        target_kv_bytes, drafter_kv_bytes: largest size of either cache, each row as long as the longest.
     """
 
-    def __init__(self, target: Target, layer_ids: tuple[int, ...] = ()) -> None:
-        self.target = target
-        self.tap = FeatureTap(target, layer_ids) if layer_ids else None
-        self.cache = _croppable_cache(target)
-        self._cache_argument = target.cache_argument
-
-    def forward(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Append tokens; returns their states after the final norm [T, D] and their features [T, L, D]."""
-        ids_1T = torch.tensor([ids], device=self.target.device)
-        arguments = {"input_ids": ids_1T, "use_cache": True, self._cache_argument: self.cache}
-        if self.tap is None:
-            return self.target.decoder(**arguments).last_hidden_state[0], None
-        with self.tap.attached():
-            hidden_TD = self.target.decoder(**arguments).last_hidden_state[0]
-        return hidden_TD, self.tap.take()[0]
-
-    def greedy(self, hidden_TD: torch.Tensor) -> list[int]:
-        """The target's argmax token after each position."""
-        ids: list[int] = (hidden_TD @ self.target.head.T).argmax(dim=-1).tolist()
-        return ids
-
-    def drop_last(self, n: int) -> None:
-        """Forget the last n tokens."""
-        if n:
-            self.cache.crop(-n)
+    rows: list[Decoded]
+    prefill_s: float
+    decode_s: float
+    parts: dict[str, float]
+    target_kv_bytes: int
+    drafter_kv_bytes: int
 
 
-def _croppable_cache(target: Target) -> DynamicCache:
-    """A cache that can forget rejected drafts. One that is made for sliding-window layers drops old keys and then
-    cannot be cropped; without the config it keeps them all, and the model's mask still applies the window."""
-    cache = DynamicCache(config=target.text_config)
-    return DynamicCache() if any(cache.is_sliding) else cache
+class _Loop:
+    """One batch being decoded: the rows still at work, their sessions, their random numbers."""
 
+    def __init__(
+        self, target: Target, requests: Sequence[Request], drafter: Drafter | None, block_size: BlockSize,
+        max_new_tokens: int, stop_ids: frozenset[int], sampling: Sampling,
+    ) -> None:
+        self.target, self.requests, self.sampling = target, requests, sampling
+        self.block_of = block_size if callable(block_size) else lambda _: block_size
+        self.stop_ids = stop_ids
+        # As the reference does, the last allowed token of a drafted response still serves as an anchor once: that
+        # cycle's output is cut off, but its acceptance length counts.
+        self.limit = max_new_tokens + (drafter is not None)
+        self.max_new_tokens = max_new_tokens
+        largest = max(self.block_of(n) for n in range(1, len(requests) + 1))
+        reserve = max(len(r.ids) for r in requests) + max_new_tokens + 2 * largest
+        layer_ids = drafter.spec.feature_layer_ids if drafter is not None else ()
+        self.session: TargetSession | RecomputingSession = open_session(target, layer_ids, len(requests), reserve)
+        self.drafts = DraftSession(drafter, target, len(requests), reserve) if drafter is not None else None
+        self.streams = Streams(sampling.seed, [r.sample_id for r in requests], target.device)
+        self.rows = [Decoded(ids=[]) for _ in requests]
+        self.working = list(range(len(requests)))
+        self.last_lap = [0] * len(requests)
+        self.anchors_R = torch.empty(0)
 
-class DraftSession:
-    """The drafter with keys and values of the injected context, for one sequence."""
+    def prefill(self) -> None:
+        lengths = [len(r.ids) for r in self.requests]
+        ids_RT = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for row, request in enumerate(self.requests):
+            ids_RT[row, : lengths[row]] = torch.tensor(request.ids)
+        ids_RT = ids_RT.to(self.target.device)
+        hidden, features = self.session.forward(ids_RT)
+        self.session.advance(lengths)
+        if self.drafts is not None and features is not None:
+            self.drafts.extend(features, lengths, ids_RT)
+        ends = torch.tensor(lengths, device=hidden.device) - 1
+        last_RV = target_logits(self.target, hidden[torch.arange(len(lengths), device=hidden.device), ends])
+        self.anchors_R = self._choose(last_RV)
+        for decoded, token in zip(self.rows, self.anchors_R.tolist(), strict=True):
+            decoded.ids.append(token)
 
-    def __init__(self, drafter: Drafter, target: Target) -> None:
-        self.drafter = drafter
-        self.target = target
-        self.kv: list[KeysValues] = []
-        self.n_context = 0
-        self._last_1D: torch.Tensor | None = None
+    def _choose(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The first new token of each row."""
+        if self.sampling.greedy:
+            return logits_RV.argmax(dim=-1)
+        first = torch.zeros(len(logits_RV), 1, dtype=torch.long, device=logits_RV.device)
+        return draw(probabilities(logits_RV, self.sampling), self.streams.uniform(first, CHOOSE)[:, 0])
 
-    def extend(self, features_TLD: torch.Tensor, ids: list[int] | None = None) -> None:
-        """Add verified positions to the context: their features, or their tokens for a drafter that has only those."""
-        dtype = self.drafter.fc.weight.dtype
-        if self.drafter.spec.features == "none" and ids is not None:
-            features_TLD = self.target.embed(torch.tensor(ids, device=self.target.device))[:, None]
-        ctx_TD = self.drafter.context(features_TLD.to(dtype))
-        new = self.drafter.context_kv(ctx_TD, start=self.n_context)
-        self._last_1D = ctx_TD[-1:]
-        old = self.kv or [KeysValues(k[:0], v[:0]) for k, v in new]
-        self.kv = [KeysValues(torch.cat([k, more_k]), torch.cat([v, more_v]))
-                   for (k, v), (more_k, more_v) in zip(old, new, strict=True)]
-        self.n_context += features_TLD.shape[0]
+    def cycle(self, clock: Clock) -> None:
+        size = self.block_of(len(self.working)) if self.drafts is not None else 1
+        drafts_RK, q_RKV = self._draft(size)
+        clock.lap("draft")
+        block_RB = torch.cat([self.anchors_R[:, None], drafts_RK], dim=1)
+        hidden, features = self.session.forward(block_RB)
+        logits_RBV = target_logits(self.target, hidden)
+        clock.lap("verify")
+        accepted_R, next_R = self._judge(logits_RBV, drafts_RK, q_RKV)
+        self.anchors_R = next_R
+        host = torch.cat([accepted_R[:, None], next_R[:, None], drafts_RK], dim=1).tolist()
+        clock.lap("sampling")
+        counts = [row[0] + 1 for row in host]
+        self.session.advance(counts)
+        if self.drafts is not None and features is not None:
+            self.drafts.extend(features, counts, block_RB)
+        clock.lap("cache")
+        for index, (accepted, token, *drafts) in zip(self.working, host, strict=True):
+            row = self.rows[index]
+            row.ids += [*drafts[:accepted], token]
+            row.cycles.append(accepted + 1)
+            row.blocks.append(size)
 
-    def draft(self, anchor: int, block_size: int) -> list[int]:
-        """B−1 greedy drafts behind the anchor token, which stands at position `n_context`."""
-        block = torch.full((1, block_size), self.drafter.spec.mask_token_id, device=self.target.device)
-        block[0, 0] = anchor
-        embedded = self.target.embed(block).to(self.drafter.fc.weight.dtype)
-        if self._last_1D is not None:
-            embedded = self.drafter.entering(embedded, self._last_1D)
-        layout = Layout(torch.tensor([self.n_context], device=self.target.device), (self.n_context,), (1,))
-        hidden = self.drafter.blocks(embedded, layout, self.kv)[0, 1:]
-        ids: list[int] = (hidden.to(self.target.dtype) @ self.target.head.T).argmax(dim=-1).tolist()
-        return ids
+    def _indices(self, n: int) -> torch.Tensor:
+        """Indices of the next n new tokens of each row, [R, n]."""
+        done_R = torch.tensor([len(self.rows[i].ids) for i in self.working], device=self.target.device)
+        return done_R[:, None] + torch.arange(n, device=self.target.device)
+
+    def _draft(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts [R, K], and the distribution that each was drawn from when drafts are sampled."""
+        if size == 1 or self.drafts is None:
+            return self.anchors_R.new_empty(len(self.anchors_R), 0), None
+        logits_RKV = self.drafts.draft(self.anchors_R, size)
+        if self.sampling.greedy or self.sampling.drafts == "greedy":
+            return logits_RKV.argmax(dim=-1), None
+        q_RKV = probabilities(logits_RKV, self.sampling)
+        uniform_RK = self.streams.uniform(self._indices(size - 1), DRAFT)
+        return draw(q_RKV.flatten(0, 1), uniform_RK.flatten()).view(uniform_RK.shape), q_RKV
+
+    def _judge(
+        self, logits_RBV: torch.Tensor, drafts_RK: torch.Tensor, q_RKV: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row the accepted drafts, and the token behind them."""
+        if self.sampling.greedy:
+            answers_RB = logits_RBV.argmax(dim=-1)
+            accepted_R = leading(drafts_RK == answers_RB[:, :-1])
+            return accepted_R, answers_RB.gather(1, accepted_R[:, None])[:, 0]
+        indices_RB = self._indices(logits_RBV.shape[1])
+        p_RBV = probabilities(logits_RBV, self.sampling)
+        uniform_RK = self.streams.uniform(indices_RB[:, :-1], ACCEPT)
+        accepted_R = leading(accepts(drafts_RK, p_RBV, q_RKV, uniform_RK))
+        uniform_R = self.streams.uniform(indices_RB.gather(1, accepted_R[:, None]), CHOOSE)[:, 0]
+        return accepted_R, draw(after_drafts(accepted_R, drafts_RK, p_RBV, q_RKV), uniform_R)
+
+    def dismiss(self, clock: Clock) -> None:
+        """Rows that have ended leave the batch."""
+        stay = [place for place, index in enumerate(self.working) if not self._ended(self.rows[index])]
+        if len(stay) == len(self.working):
+            return
+        for place in set(range(len(self.working))) - set(stay):
+            self.last_lap[self.working[place]] = clock.n_laps
+        self.working = [self.working[place] for place in stay]
+        if stay:
+            self.session.select(stay)
+            self.streams.select(stay)
+            self.anchors_R = self.anchors_R[torch.tensor(stay, device=self.anchors_R.device)]
+            if self.drafts is not None:
+                self.drafts.select(stay)
+
+    def _ended(self, row: Decoded) -> bool:
+        newest = row.ids[-row.cycles[-1] :] if row.cycles else row.ids
+        return len(row.ids) >= self.limit or not self.stop_ids.isdisjoint(newest)
 
 
 @torch.inference_mode()
+def decode_batch(
+    target: Target, requests: Sequence[Request], *, drafter: Drafter | None = None, block_size: BlockSize | None = None,
+    max_new_tokens: int, stop_ids: frozenset[int], sampling: Sampling = GREEDY,
+) -> DecodedBatch:
+    """Decode requests together. Greedily the output equals plain decoding token for token (up to rounding ties);
+    with a temperature it is distributed as plain sampling.
+
+    Args:
+        target, drafter: on the same device; without a drafter this is plain decoding.
+        requests: at least one.
+        block_size: B, or B by the number of rows at work; None takes the drafter's own. 1 drafts nothing.
+        max_new_tokens: limit of new tokens; the last cycle may overshoot and is cut.
+        stop_ids: a response ends with the first of these, which is kept.
+        sampling: how tokens are chosen.
+
+    Raises:
+        TargetError: this target cannot be decoded in a batch.
+    """
+    size = 1 if drafter is None else block_size or drafter.spec.block_size
+    loop = _Loop(target, requests, drafter, size, max_new_tokens, stop_ids, sampling)
+    clock = Clock(target.device)
+    loop.prefill()
+    clock.lap("prefill")
+    loop.dismiss(clock)
+    while loop.working:
+        loop.cycle(clock)
+        loop.dismiss(clock)
+        clock.lap("rest")
+    parts = clock.seconds(1)
+    prefill_s = clock.seconds(0, 1)["prefill"]
+    for row, last in zip(loop.rows, loop.last_lap, strict=True):
+        row.ids = _cut(row.ids, max_new_tokens, stop_ids)
+        row.prefill_s = prefill_s
+        row.parts = clock.seconds(1, last) if len(requests) > 1 else parts
+        row.decode_s = sum(row.parts.values())
+    drafter_kv = loop.drafts.kv.peak_bytes if loop.drafts is not None else 0
+    return DecodedBatch(loop.rows, prefill_s, sum(parts.values()), parts, loop.session.peak_bytes, drafter_kv)
+
+
 def decode_plain(target: Target, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int]) -> Decoded:
-    """Plain greedy decoding, one token per pass: the yardstick, and what a block of size 1 does."""
-    session = TargetSession(target)
-    started = time.perf_counter()
-    hidden, _ = session.forward(prompt_ids)
-    ids = session.greedy(hidden[-1:])
-    out = Decoded(ids=ids, prefill_s=time.perf_counter() - started)
-    started = time.perf_counter()
-    while len(ids) < max_new_tokens and ids[-1] not in stop_ids:
-        hidden, _ = session.forward(ids[-1:])
-        ids += session.greedy(hidden)
-        out.cycles.append(1)
-    out.decode_s = out.verify_s = time.perf_counter() - started
-    return out
+    """Plain greedy decoding of one prompt, one token per pass: the yardstick, and what a block of size 1 does."""
+    return decode_batch(target, [Request("", prompt_ids)], max_new_tokens=max_new_tokens, stop_ids=stop_ids).rows[0]
 
 
-@torch.inference_mode()
 def decode_speculative(
     target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int],
     block_size: int | None = None,
 ) -> Decoded:
-    """Greedy speculative decoding. The output equals `decode_plain` token for token (up to rounding ties).
-
-    Args:
-        target, drafter: on the same device.
-        prompt_ids: at least one token.
-        max_new_tokens: limit of new tokens; the last cycle may overshoot and is cut.
-        stop_ids: generation ends with the first of these, which is kept.
-        block_size: B; None takes the drafter's own.
-    """
-    size = block_size or drafter.spec.block_size
-    session, drafts = TargetSession(target, drafter.spec.feature_layer_ids), DraftSession(drafter, target)
-    started = time.perf_counter()
-    hidden, features = session.forward(prompt_ids)
-    drafts.extend(_present(features), prompt_ids)
-    ids = session.greedy(hidden[-1:])
-    out = Decoded(ids=ids, prefill_s=time.perf_counter() - started)
-    started = time.perf_counter()
-    # As the reference does, the last allowed token still serves as an anchor once: that cycle's output is
-    # cut off, but its acceptance length counts.
-    while len(ids) <= max_new_tokens and not stop_ids.intersection(ids):
-        mark = time.perf_counter()
-        proposed = drafts.draft(ids[-1], size)
-        out.draft_s += time.perf_counter() - mark
-        mark = time.perf_counter()
-        hidden, features = session.forward([ids[-1], *proposed])
-        answers = session.greedy(hidden)
-        out.verify_s += time.perf_counter() - mark
-        accepted = _agreeing(proposed, answers)
-        session.drop_last(size - 1 - accepted)
-        drafts.extend(_present(features)[: accepted + 1], [ids[-1], *proposed[:accepted]])
-        ids += answers[: accepted + 1]
-        out.cycles.append(accepted + 1)
-    out.decode_s = time.perf_counter() - started
-    out.ids = _cut(ids, max_new_tokens, stop_ids)
-    return out
-
-
-def _present(features: torch.Tensor | None) -> torch.Tensor:
-    if features is None:
-        raise RuntimeError("this session has no feature tap")
-    return features
-
-
-def _agreeing(proposed: list[int], answers: list[int]) -> int:
-    """How many drafts equal the target's answer at their place, from the front."""
-    for i, (draft, answer) in enumerate(zip(proposed, answers, strict=False)):
-        if draft != answer:
-            return i
-    return len(proposed)
+    """Greedy speculative decoding of one prompt; the arguments are those of `decode_batch`."""
+    return decode_batch(
+        target, [Request("", prompt_ids)], drafter=drafter, block_size=block_size, max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+    ).rows[0]
 
 
 def _cut(ids: list[int], limit: int, stop_ids: frozenset[int]) -> list[int]:

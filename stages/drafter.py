@@ -61,12 +61,14 @@ class Drafter(nn.Module):
         out: torch.Tensor = self.hidden_norm(self.fc(features_CLD.flatten(-2)))
         return out
 
-    def context_kv(self, ctx_TD: torch.Tensor, start: int = 0) -> list[KeysValues]:
-        """Keys and values of one sequence's context positions start … start+T−1, per layer, [T, G, E] each."""
-        positions = torch.arange(start, start + ctx_TD.shape[0], device=ctx_TD.device)
-        rotation = rotary(positions, self.spec.head_dim, self.spec.rope_theta)
+    def context_kv(self, ctx_CD: torch.Tensor, positions_C: torch.Tensor | None = None) -> list[KeysValues]:
+        """Keys and values of context rows at these positions (int64; None: 0 … C−1), per layer, [C, G, E] each; of no
+        row for a layer that gets no context."""
+        if positions_C is None:
+            positions_C = torch.arange(len(ctx_CD), device=ctx_CD.device)
+        rotation = rotary(positions_C, self.spec.head_dim, self.spec.rope_theta)
         return [
-            layer.self_attn.keys_values(*self._offered(i, ctx_TD, rotation))
+            layer.self_attn.keys_values(*self._offered(i, ctx_CD, rotation))
             for i, layer in enumerate(self._typed_layers())
         ]
 
@@ -110,8 +112,12 @@ class Drafter(nn.Module):
         return self._run(embedded_NBD, layout, context, rows_R, attention)
 
     def blocks(self, embedded_NBD: torch.Tensor, layout: Layout, context: list[KeysValues]) -> torch.Tensor:
-        """As `forward` for all slots, with the context's keys and values at hand (the drafting pass keeps them)."""
-        return self._run(embedded_NBD, layout, context, None, "dense")
+        """As `forward` for all slots, with the context's keys and values at hand (the drafting pass keeps them).
+
+        All samples of the layout have one number of context rows and one of blocks; a block sees the rows below its
+        anchor only, so contexts that are shorter may be filled up with anything finite.
+        """
+        return self._run(embedded_NBD, layout, context, None, "rows")
 
     def _run(
         self, embedded_NBD: torch.Tensor, layout: Layout, context: Sequence[Injected], rows_R: torch.Tensor | None,

@@ -173,7 +173,42 @@ def _drafter(tau: float, decay: float, tokens_per_s: float) -> dict[str, Any]:
         "prompts": 48,
         "differences": [],
         "examples": [],
-    }
+        "full_blocks": round(histogram[-1] / max(1, sum(histogram)), 4),
+        "time_split": {"draft": 0.21, "verify": 0.72, "sampling": 0.01, "cache": 0.04, "rest": 0.02},
+        "memory": {"target_weights": 538_000_000, "target_kv": 7_400_000, "drafter_weights": 49_100_000,
+                   "drafter_kv": 820_000},
+    }  # fmt: skip
+
+
+def _sweep() -> list[dict[str, Any]]:
+    """A trained drafter at two temperatures, two block sizes and two batch sizes."""
+    runs = []
+    for batch in (1, 8):
+        for temperature in (0.0, 1.0):
+            for size, tau in ((BLOCK, 3.87), (4, 2.6)):
+                numbers = _drafter(tau - 0.5 * temperature, 0.28, 58.1 - 20 * temperature)
+                numbers["by_category"] = {
+                    c: row | {"speedup": round(row["tau"] / 2, 2)} if batch == 1 else row
+                    for c, row in numbers["by_category"].items()
+                }
+                numbers |= {"identical": 48 if temperature == 0 else None}
+                setting = {"drafter": "trained", "block_size": size, "temperature": temperature, "batch_size": batch}
+                runs.append(setting | numbers)
+    return runs
+
+
+def _schedule() -> dict[str, Any]:
+    by_batch = []
+    for batch, best in ((1, 8), (8, 1)):
+        candidates = [
+            {"block_size": b, "tau": 1.0 if b == 1 else 2.0 + 0.2 * b, "draft_s": 0.01, "verify_s": 0.03 + 0.01 * batch,
+             "speedup": 1.0 if b == 1 else round((1.5 + 0.12 * b) / batch**0.5, 3), "measured": b in (1, 4, 8)}
+            for b in (1, 4, 5, 6, 7, 8)
+        ]  # fmt: skip
+        speedup = max(c["speedup"] for c in candidates)
+        by_batch.append({"batch_size": batch, "block_size": best, "num_speculative_tokens": best - 1,
+                         "speedup": speedup, "candidates": candidates})  # fmt: skip
+    return {"version": 1, "by_batch": by_batch}
 
 
 def _pieces(*cycles: tuple[str, int]) -> list[dict[str, Any]]:
@@ -201,6 +236,7 @@ def _evaluate(run: Path, rng: np.random.Generator) -> None:
     ]  # fmt: skip
     drafters = {"trained": trained, "untrained": _drafter(1.03, 3.5, 15.3)}
     results = {"block_size": BLOCK, "max_new_tokens": 112, "dtype": "float32", "heldout_prompts": 48}
+    results |= {"runs": _sweep(), "schedule": _schedule()}
     _json(run / "evaluate" / "results.json", {**results, "drafters": drafters})
 
 

@@ -1,7 +1,8 @@
-"""Speculative decoding gives plain greedy decoding, whatever is drafted; and what evaluation counts."""
+"""Speculative decoding gives plain greedy decoding, whatever is drafted, in batches too."""
 
 from __future__ import annotations
 
+import functools
 from itertools import cycle
 from typing import Any
 
@@ -9,34 +10,67 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma3TextConfig, MistralConfig
+from transformers import Gemma2Config, Gemma3TextConfig, Lfm2Config, LlamaConfig, MistralConfig
 
-from stages.decode import Decoded, DraftSession, decode_plain, decode_speculative
+from stages.decode import Decoded, Request, decode_batch, decode_plain, decode_speculative
 from stages.drafter import Drafter
-from stages.evaluate import EvalPrompt, Tally, evaluate_prompt, first_difference, record, warm_up
+from stages.errors import TargetError
 from stages.features import capture_features
+from stages.sampling import Sampling
+from stages.sessions import DraftSession, check_target
 from stages.target import Target
-from tests.tiny import SIZES, VOCAB, make_drafter, make_spec, make_target, make_tokenizer, model_of
+from tests.tiny import SIZES, VOCAB, make_drafter, make_target, model_of
 
 TARGETS = [make_target(seed) for seed in (0, 1)]
 DRAFTER = make_drafter()
 PROMPT = [5, 17, 2, 2, 60, 33]
-LONG = 60
+PROMPTS = [PROMPT, [7], [9, 4, 4, 80, 1, 2, 3, 11, 50, 6, 31], [60, 61, 62]]
+LONG = 30
 NEVER: frozenset[int] = frozenset()
 
 
-def oracle(target: Target, prompt: list[int], right: list[int]) -> Any:
-    """A `DraftSession.draft` that foresees the target, and errs behind the `right` first drafts of each cycle."""
-    truth = decode_plain(target, prompt, 2 * LONG, NEVER).ids
-    counts = cycle(right)
+@functools.cache
+def truth_of(target: Target, prompt: tuple[int, ...]) -> list[int]:
+    """Plain decoding without an end, and long enough for every test."""
+    return decode_plain(target, list(prompt), 2 * LONG, NEVER).ids
 
-    def draft(session: DraftSession, anchor: int, block_size: int) -> list[int]:
-        place = session.n_context - len(prompt)
+
+def until(ids: list[int], n: int, stop_ids: frozenset[int]) -> list[int]:
+    """At most n of these tokens, up to the first that stops."""
+    return next((ids[: i + 1] for i, token in enumerate(ids[:n]) if token in stop_ids), ids[:n])
+
+
+class Oracle:
+    """Stands in for the drafter: foresees the target, and errs behind the `right` first drafts of each cycle.
+
+    Rows of a batch take turns in `right`, so they accept different numbers.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, target: Target, prompts: list[list[int]], right: list[int]) -> None:
+        self.truth = [truth_of(target, tuple(prompt)) for prompt in prompts]
+        self.prompts, self.rows = prompts, list(range(len(prompts)))
+        self.counts = [cycle(right[i % len(right) :] + right[: i % len(right)]) for i in self.rows]
+        self.sessions: list[DraftSession] = []
+        forget = DraftSession.select
+
+        def draft(session: DraftSession, anchors_R: torch.Tensor, block_size: int) -> torch.Tensor:
+            self.sessions.append(session)
+            drafts = [self._drafts(session, row, anchor, block_size) for row, anchor in enumerate(anchors_R.tolist())]
+            return torch.nn.functional.one_hot(torch.tensor(drafts), VOCAB).float()
+
+        def select(session: DraftSession, rows: list[int]) -> None:
+            self.rows = [self.rows[i] for i in rows]
+            forget(session, rows)
+
+        patch.setattr(DraftSession, "draft", draft)
+        patch.setattr(DraftSession, "select", select)
+
+    def _drafts(self, session: DraftSession, row: int, anchor: int, block_size: int) -> list[int]:
+        origin = self.rows[row]
+        truth, place = self.truth[origin], int(session.kv.lengths[row]) - len(self.prompts[origin])
         assert truth[place] == anchor  # the anchor stands right behind the context
-        drafts, n = truth[place + 1 : place + block_size], next(counts)
+        drafts, n = truth[place + 1 : place + block_size], next(self.counts[origin])
         return drafts[:n] + [(token + 1) % VOCAB for token in drafts[n:]]
-
-    return draft
 
 
 def speculate(
@@ -45,10 +79,14 @@ def speculate(
     return decode_speculative(target, drafter, PROMPT, n, stop, block_size)
 
 
-@settings(max_examples=40, deadline=None)
+def requests(prompts: list[list[int]]) -> list[Request]:
+    return [Request(f"p{i}", ids) for i, ids in enumerate(prompts)]
+
+
+@settings(max_examples=25, deadline=None)
 @given(
-    which=st.integers(0, 1), block_size=st.sampled_from([2, 4, 8, 16]), n=st.integers(1, 24),
-    right=st.lists(st.integers(0, 15), min_size=1, max_size=5), stops=st.sets(st.integers(0, 23), max_size=2),
+    which=st.integers(0, 1), block_size=st.sampled_from([2, 4, 8, 16]), n=st.integers(1, 16),
+    right=st.lists(st.integers(0, 15), min_size=1, max_size=5), stops=st.sets(st.integers(0, 16), max_size=2),
     drafted=st.booleans(),
 )  # fmt: skip
 def test_the_output_is_that_of_plain_decoding(
@@ -56,12 +94,11 @@ def test_the_output_is_that_of_plain_decoding(
 ) -> None:
     """With drafts of a random drafter, and with drafts that are right for a while; stopped anywhere or never."""
     target = TARGETS[which]
-    free = decode_plain(target, PROMPT, 24, NEVER)
-    stop_ids = frozenset(free.ids[i] for i in stops)
+    stop_ids = frozenset(truth_of(target, tuple(PROMPT))[i] for i in stops)
     plain = decode_plain(target, PROMPT, n, stop_ids)
     with pytest.MonkeyPatch.context() as patch:
         if not drafted:
-            patch.setattr(DraftSession, "draft", oracle(target, PROMPT, right))
+            Oracle(patch, target, [PROMPT], right)
         found = speculate(target, block_size, n, stop_ids)
     assert found.ids == plain.ids
     assert len(plain.ids) <= n
@@ -75,10 +112,37 @@ def test_the_output_is_that_of_plain_decoding(
     assert made - (found.cycles or [0])[-1] <= n  # no cycle was begun with all tokens there
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    block_size=st.sampled_from([2, 4, 16]), n=st.integers(1, 12), drafted=st.booleans(),
+    right=st.lists(st.integers(0, 15), min_size=1, max_size=5), stops=st.sets(st.integers(0, 12), max_size=3),
+    which=st.lists(st.integers(0, 3), min_size=2, max_size=5),
+)  # fmt: skip
+def test_a_batch_gives_each_row_what_it_gets_alone(
+    block_size: int, n: int, drafted: bool, right: list[int], stops: set[int], which: list[int]
+) -> None:
+    """Rows of different lengths accept different numbers, end at different times, and stay what they are alone."""
+    target, prompts = TARGETS[0], [PROMPTS[i] for i in which]
+    stop_ids = frozenset(truth_of(target, tuple(PROMPTS[i % 4]))[i] for i in stops)
+    plain = [until(truth_of(target, tuple(prompt)), n, stop_ids) for prompt in prompts]
+    batch = decode_batch(target, requests(prompts), max_new_tokens=n, stop_ids=stop_ids)
+    assert [row.ids for row in batch.rows] == plain
+    with pytest.MonkeyPatch.context() as patch:
+        if not drafted:
+            Oracle(patch, target, prompts, right)
+        batch = decode_batch(
+            target, requests(prompts), drafter=DRAFTER, block_size=block_size, max_new_tokens=n, stop_ids=stop_ids
+        )
+    assert [row.ids for row in batch.rows] == plain
+    if drafted:
+        alone = [decode_speculative(target, DRAFTER, p, n, stop_ids, block_size).cycles for p in prompts]
+        assert [row.cycles for row in batch.rows] == alone
+
+
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
 def test_a_perfect_drafter_has_every_draft_accepted(monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
     target = TARGETS[0]
-    monkeypatch.setattr(DraftSession, "draft", oracle(target, PROMPT, [99]))
+    Oracle(monkeypatch, target, [PROMPT], [99])
     found = speculate(target, block_size, LONG)
     assert set(found.cycles) == {block_size}
     assert found.tau == block_size
@@ -86,117 +150,120 @@ def test_a_perfect_drafter_has_every_draft_accepted(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_hopeless_drafter_has_none_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftSession, "draft", oracle(TARGETS[0], PROMPT, [0]))
+    Oracle(monkeypatch, TARGETS[0], [PROMPT], [0])
     found = speculate(TARGETS[0], 4, LONG)
     assert set(found.cycles) == {1}
     assert found.ids == decode_plain(TARGETS[0], PROMPT, LONG, NEVER).ids
 
 
-@pytest.mark.parametrize("config", [
+def test_the_block_size_may_follow_the_number_of_rows_at_work() -> None:
+    sizes = {4: 2, 3: 4, 2: 8, 1: 1}
+    stop_ids = frozenset({truth_of(TARGETS[0], (7,))[8]})
+    batch = decode_batch(TARGETS[0], requests(PROMPTS), drafter=DRAFTER, block_size=sizes.__getitem__,
+                         max_new_tokens=12, stop_ids=stop_ids)  # fmt: skip
+    assert [row.ids for row in batch.rows] == [until(truth_of(TARGETS[0], tuple(p)), 12, stop_ids) for p in PROMPTS]
+    assert {row.blocks[0] for row in batch.rows} == {2}
+    assert all(1 <= c <= b for row in batch.rows for c, b in zip(row.cycles, row.blocks, strict=True))
+
+
+SLIDING = [
     MistralConfig(**SIZES, sliding_window=7),
     Gemma3TextConfig(**SIZES, sliding_window=7, query_pre_attn_scalar=8),
-], ids=["mistral", "gemma3"])  # fmt: skip
+    Gemma2Config(**SIZES, sliding_window=7, query_pre_attn_scalar=8),
+    LlamaConfig(**SIZES),
+]
+NAMES = ["mistral", "gemma3", "gemma2", "llama"]
+
+
+@pytest.mark.parametrize("config", SLIDING, ids=NAMES)
 def test_rejected_drafts_are_forgotten_beyond_a_sliding_window(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(model_of(config), None, "sliding")
-    plain = decode_plain(target, PROMPT, 40, NEVER)
+    plain = decode_plain(target, PROMPT, 20, NEVER)
     with torch.no_grad():
         whole = target.decoder(input_ids=torch.tensor([PROMPT + plain.ids])).last_hidden_state[0] @ target.head.T
     assert whole.argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist() == plain.ids
-    monkeypatch.setattr(DraftSession, "draft", oracle(target, PROMPT, [0, 2, 1, 3]))
-    assert speculate(target, 4, 40).ids == plain.ids
+    Oracle(monkeypatch, target, [PROMPT], [0, 2, 1, 3])
+    assert speculate(target, 4, 20).ids == plain.ids
+
+
+@pytest.mark.parametrize("config", SLIDING, ids=NAMES)
+def test_ragged_batches_of_every_attention_family(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(model_of(config), None, "family")
+    check_target(target, sampled=True, ragged=True)
+    plain = [decode_plain(target, prompt, 14, NEVER).ids for prompt in PROMPTS]
+    Oracle(monkeypatch, target, PROMPTS, [0, 2, 1, 3, 3])
+    batch = decode_batch(
+        target, requests(PROMPTS), drafter=DRAFTER, block_size=4, max_new_tokens=14, stop_ids=NEVER
+    )
+    assert [row.ids for row in batch.rows] == plain
+    assert len({tuple(row.cycles) for row in batch.rows}) > 1
+
+
+def test_a_target_that_cannot_forget_is_decoded_alone_and_refused_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 3, block_auto_adjust_ff_dim=False)
+    target = Target(model_of(config), None, "hybrid")
+    plain = decode_plain(target, PROMPT, 12, NEVER).ids
+    with torch.no_grad():
+        whole = target.decoder(input_ids=torch.tensor([PROMPT + plain])).last_hidden_state[0] @ target.head.T
+    assert whole.argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist() == plain
+    with pytest.raises(TargetError, match=r"cannot forget rejected drafts.*batch_sizes"):
+        decode_batch(target, requests(PROMPTS), max_new_tokens=4, stop_ids=NEVER)
+    with pytest.raises(TargetError, match="cannot forget rejected drafts"):
+        check_target(target, sampled=False, ragged=True)
+    check_target(target, sampled=True, ragged=False)
+    Oracle(monkeypatch, target, [PROMPT], [0, 2, 1, 3])
+    assert speculate(target, 4, 12).ids == plain
+
+
+def test_a_target_that_answers_otherwise_in_a_batch_is_refused() -> None:
+    target = make_target()
+    target.head = target.head * 1.5  # as a family whose logits are scaled in a way that is not known here
+    with pytest.raises(TargetError, match="logits differ"):
+        check_target(target, sampled=True, ragged=False)
 
 
 def test_the_context_holds_exactly_the_verified_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys and values are those of one pass over the final sequence: nothing rejected, nothing missing."""
-    sessions: list[DraftSession] = []
-    draft = oracle(TARGETS[0], PROMPT, [1, 0, 3])
-
-    def spied(session: DraftSession, anchor: int, block_size: int) -> list[int]:
-        sessions.append(session)
-        drafts: list[int] = draft(session, anchor, block_size)
-        return drafts
-
-    monkeypatch.setattr(DraftSession, "draft", spied)
+    oracle = Oracle(monkeypatch, TARGETS[0], [PROMPT], [1, 0, 3])
     found = speculate(TARGETS[0], 4, 20)
-    session = sessions[-1]
-    truth = decode_plain(TARGETS[0], PROMPT, LONG, NEVER).ids
-    assert session.n_context == len(PROMPT) + sum(found.cycles)
+    session, truth = oracle.sessions[-1], oracle.truth[0]
+    assert session.kv.lengths.tolist() == [len(PROMPT) + sum(found.cycles)]
     sequence = PROMPT + truth[: sum(found.cycles)]
     (features,), _ = capture_features(TARGETS[0], DRAFTER.spec.feature_layer_ids, [sequence])
     with torch.inference_mode():
         expected = DRAFTER.context_kv(DRAFTER.context(features))
-    for pair, whole in zip(session.kv, expected, strict=True):
-        for part, reference in zip(pair, whole, strict=True):
-            torch.testing.assert_close(part, reference, rtol=1e-4, atol=1e-4)
+    kept = session.kv.context()
+    assert sorted(kept) == list(range(DRAFTER.spec.n_layers))
+    for layer, whole in enumerate(expected):
+        for part_1GTE, reference_TGE in zip(kept[layer], whole, strict=True):
+            torch.testing.assert_close(part_1GTE[0].transpose(0, 1), reference_TGE, rtol=1e-4, atol=1e-4)
 
 
-# --- what evaluation counts --------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gives_what_the_cpu_gives() -> None:
+    target, drafter = make_target(), make_drafter().cuda()
+    plain = [decode_plain(target, prompt, 16, NEVER).ids for prompt in PROMPTS]
+    target = Target(target.model.cuda(), None, "tiny")
+    batch = decode_batch(
+        target, requests(PROMPTS), drafter=drafter, block_size=4, max_new_tokens=16, stop_ids=NEVER
+    )
+    assert [row.ids for row in batch.rows] == plain
+    assert batch.decode_s == pytest.approx(sum(batch.parts.values()))
+    sampled = decode_batch(target, requests(PROMPTS), drafter=drafter, max_new_tokens=16, stop_ids=NEVER,
+                           sampling=Sampling(temperature=1.0, top_p=0.9, drafts="sampled"))  # fmt: skip
+    assert all(len(row.ids) == 16 for row in sampled.rows)
 
 
-def decoded(cycles: list[int], ids: list[int], seconds: float) -> Decoded:
-    return Decoded(ids=ids, cycles=cycles, prefill_s=9.0, decode_s=seconds, draft_s=seconds / 4, verify_s=seconds / 2)
-
-
-def test_the_tally_by_hand() -> None:
-    target = make_target()
-    tally = Tally(block_size=4)
-    plain = [
-        decoded([1, 1, 1, 1, 1, 1], list(range(7)), 6.0),
-        decoded([1, 1], [1, 2, 3], 2.0),
-        decoded([], [9], 0.0),
-    ]
-    fast = [
-        decoded([4, 2], list(range(7)), 2.0),
-        decoded([1, 1], [1, 7, 3], 2.0),
-        decoded([], [9], 0.0),
-    ]
-    for i, (category, p, f) in enumerate(zip(["math", "code", "math"], plain, fast, strict=True)):
-        tally.rows.append(record(target, EvalPrompt(f"p{i}", category, "text", [1]), p, f))
-    found = tally.results()
-    assert found["tau"] == (3 + 1) / 2  # the third ended with its first token: no cycle
-    assert found["by_category"] == {"code": {"tau": 1.0, "responses": 1}, "math": {"tau": 3.0, "responses": 1}}
-    assert found["acceptance_histogram"] == [2, 1, 0, 1]
-    assert found["accept_by_slot"] == [0.5, 0.25, 0.25]
-    # Means over responses of seconds per output token, the prefill's left out: (2/6 + 2/2) / 2 and (6/6 + 2/2) / 2.
-    assert found["tokens_per_s"] == pytest.approx(1.5)
-    assert found["plain_tokens_per_s"] == 1.0
-    assert found["speedup"] == pytest.approx(1.5)
-    assert (found["draft_share"], found["verify_share"]) == (0.25, 0.5)
-    assert (found["identical"], found["prompts"]) == (2, 3)
-    assert found["differences"] == [
-        {"sample_id": "p1", "position": 1, "plain": [2, 3], "speculative": [7, 3]}
-    ]
-    assert [e["sample_id"] for e in found["examples"]] == ["p0", "p1"]
-
-
-def test_a_tally_of_nothing_has_no_division_by_zero() -> None:
-    found = Tally(block_size=4).results()
-    assert (found["tau"], found["speedup"], found["prompts"]) == (0.0, 0.0, 0)
-    assert found["accept_by_slot"] == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("plain", "other", "position"), [([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1], 1), ([], [4], 0)])
-def test_outputs_of_unequal_length_differ_where_one_ends(plain: list[int], other: list[int], position: int) -> None:
-    found = first_difference("s", plain, other)
-    assert found is not None
-    assert found["position"] == position
-    assert first_difference("s", plain, plain) is None
-
-
-def test_a_prompt_is_evaluated_with_every_drafter() -> None:
-    target = make_target(tokenizer=make_tokenizer(), vocab_size=320)
-    drafters = {name: Drafter(make_spec(vocab_size=320, mask_token_id=319), seed=i)
-                for i, name in enumerate(("trained", "untrained"))}  # fmt: skip
-    prompt = EvalPrompt("p", "math", "1+1", [10, 20, 30])
-    warm_up(target, drafters, prompt, NEVER)
-    rows = evaluate_prompt(target, drafters, prompt, max_new_tokens=12, stop_ids=NEVER)
-    assert list(rows) == ["trained", "untrained"]
-    for row in rows.values():
-        assert row["difference"] is None
-        assert row["tokens"] == row["plain_tokens"] == 12
-        pieces = row["example"]["pieces"]
-        assert all(p["text"] for p in pieces)
-        assert pieces[0]["accepted"] == 0
-        assert sum(p["accepted"] + 1 for p in pieces) == 12
+def test_times_by_part_add_up() -> None:
+    batch = decode_batch(
+        TARGETS[0], requests(PROMPTS), drafter=DRAFTER, block_size=4, max_new_tokens=9, stop_ids=NEVER
+    )
+    assert batch.decode_s == pytest.approx(sum(batch.parts.values()))
+    assert set(batch.parts) == {"draft", "verify", "sampling", "cache", "rest"}
+    assert all(0 < row.decode_s <= batch.decode_s for row in batch.rows)
+    # Two layers of keys and values for each position that was verified, in float32.
+    assert batch.drafter_kv_bytes > 0
+    assert batch.target_kv_bytes > batch.drafter_kv_bytes

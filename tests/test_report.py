@@ -15,7 +15,9 @@ from pipeline.report import collect_report, render_report, summary_lines, write_
 from tests.report_fixture import BLOCK, CATEGORIES, HOSTILE, N_SAMPLES, STEPS, write_run
 
 STAGES = ("generate", "extract", "train", "evaluate", "export")
-FIGURES = ("acceptance", "categories", "loss", "tau", "accuracy", "schedule", "lengths", "stages")
+FIGURES = (
+    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +235,59 @@ def test_outputs_that_differ_are_plain_to_see(tmp_path: Path) -> None:
     assert "eval-0042" in page.text
     assert "slower" in page.text
     assert any("47 of 48" in line and "NOT ALL" in line for line in summary_lines(report))
+
+
+def test_ties_within_rounding_are_counted_and_are_no_fault(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    path = run / "evaluate" / "results.json"
+    results = json.loads(path.read_text())
+    tie = {"sample_id": "eval-0042", "position": 17, "plain": [1], "speculative": [2], "gap": 0.01, "bound": 0.3}
+    results["drafters"]["trained"] |= {"identical": 47, "ties": 1, "differences": [tie | {"tie": True}]}
+    path.write_text(json.dumps(results))
+    report = collect_report(run)
+    page = Page(render_report(report))
+    assert not [v for _, n, v in page.attributes if n == "class" and v and v.endswith(" bad")]
+    assert "1 part at a tie within rounding" in page.text
+    assert "a tie: logits 0.01 apart, rounding explains 0.3" in page.text
+    assert not any("NOT ALL" in line for line in summary_lines(report))
+
+
+def test_main_table_has_the_form_of_the_papers(run: Path) -> None:
+    table = collect_report(run)["evaluate"]["table"]
+    assert table["batch_size"] == 1
+    found = [(c["temperature"], c["block_size"]) for c in table["columns"]]
+    assert found == [(0.0, BLOCK), (0.0, 4), (1.0, BLOCK), (1.0, 4)]
+    assert [row["name"] for row in table["rows"]] == [*CATEGORIES, "all prompts"]
+    assert all(len(row["cells"]) == 4 for row in table["rows"])
+    assert table["rows"][-1]["cells"][0] == {"speedup": 2.362, "tau": 3.87}
+    page = Page(render_report(collect_report(run)))
+    assert {"table-1", "runs", "best-sizes"} <= set(page.ids())
+    assert "T 0, B 8 T 0, B 4 T 1, B 8 T 1, B 4" in page.text
+    assert "all prompts 2.36× 3.87 2.36× 2.60" in page.text
+
+
+def test_two_runs_are_set_side_by_side(run: Path, tmp_path: Path) -> None:
+    results = json.loads((run / "evaluate" / "results.json").read_text())
+    del results["runs"], results["schedule"]  # as of before there were sweeps
+    results["drafters"]["trained"] |= {"tau": 2.5, "speedup": 1.75}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(results))
+    report = collect_report(run, against=other)
+    rows = report["against"]["rows"]
+    assert (rows[0]["here"]["tau"], rows[0]["there"]["tau"], rows[0]["there"]["speedup"]) == (3.87, 2.5, 1.75)
+    assert rows[1]["there"]["tau"] is None  # a setting that only this run has
+    assert [row["name"] for row in report["against"]["categories"]] == list(CATEGORIES)
+    page = Page(render_report(report))
+    assert "against" in page.ids()
+    assert "3.87 1.75× 2.50" in page.text
+    assert collect_report(run)["against"] is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"drafters": 3}'])
+def test_results_to_compare_with_that_are_none(run: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(PipelineError, match="--against"):
+        collect_report(run, against=tmp_path / "other.json")
 
 
 def test_terminal_summary_is_drawn_and_fits_a_terminal(run: Path) -> None:

@@ -21,7 +21,9 @@ from tests.report_fixture import write_run
 
 pytestmark = pytest.mark.browser
 
-FIGURES = ("acceptance", "categories", "loss", "tau", "accuracy", "schedule", "lengths", "stages")
+FIGURES = (
+    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+)  # fmt: skip
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
