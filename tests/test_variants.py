@@ -28,6 +28,7 @@ from stages.errors import TrainingError
 from stages.export import export_drafter
 from stages.loss import head_losses
 from stages.objective import run_objective
+from stages.sessions import DraftSession
 from stages.weighting import SlotWeights, dpace_weights, make_slot_weights
 from tests.tiny import FEATURE_LAYERS, HIDDEN, MASK_ID, VOCAB, make_spec, make_target, response, start_extraction
 
@@ -365,3 +366,19 @@ def test_a_compiled_drafter_trains_the_same(
     assert compiled == [{"dynamic": True}]
     losses = [[row["loss"] for row in metrics(folder)] for folder in (tmp_path / "plain", tmp_path / "compiled")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("features", ENTRIES)
+def test_sequences_of_different_lengths_are_drafted_side_by_side_as_they_were_trained(features: str) -> None:
+    drafter = drafter_with(features).eval()
+    samples = [dataclasses.replace(sample(seed, n), anchors=np.array([a])) for seed, n, a in ((1, 20, 5), (2, 24, 16))]
+    counts = [int(s.anchors[0]) for s in samples]
+    session = DraftSession(drafter, TARGET, n_rows=2)
+    for start, stop in ((0, 3), (3, 16)):  # the shorter one stops growing on the way
+        features_RTLD = torch.stack([s.features_TLD[start:stop] for s in samples])
+        ids_RT = torch.tensor(np.stack([s.input_ids[start:stop] for s in samples]), dtype=torch.long)
+        session.extend(features_RTLD, [min(n, stop) - start for n in counts], ids_RT)
+    found = session.draft(torch.tensor([int(s.input_ids[a]) for s, a in zip(samples, counts, strict=True)]), BLOCK)
+    for logits, one in zip(found, samples, strict=True):
+        expected = states(drafter, batch_of(one))[0, 1:] @ TARGET.head.T
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
