@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.checkpoint_format import ARCHITECTURE, CheckpointError, load_drafter, save_drafter, tensor_shapes, to_config
 from stages.drafter import Drafter, DrafterSpec
+from stages.layout import Layout
 from stages.target import TargetShape
 
 FILES = {"config.json", "model.safetensors", "README.md"}
@@ -170,11 +171,11 @@ def _rounded(drafter: Drafter) -> Drafter:
 def _same(name: str, one: Drafter, other: Drafter) -> Check:
     """Two drafters over the same made-up features and blocks."""
     spec, generator = one.spec, torch.Generator().manual_seed(0)
-    features = torch.randn(1, 12, len(spec.feature_layer_ids), spec.hidden_size, generator=generator)
-    block = torch.randn(1, 2, spec.block_size, spec.hidden_size, generator=generator)
+    features = torch.randn(12, len(spec.feature_layer_ids), spec.hidden_size, generator=generator)
+    block = torch.randn(2, spec.block_size, spec.hidden_size, generator=generator)
     head = torch.randn(64, spec.hidden_size, generator=generator)
-    anchors = torch.tensor([[5, 11]])
-    logits = [d.float()(features, block, anchors) @ head.T for d in (_copy(one), _copy(other))]
+    layout = Layout(torch.tensor([5, 11]), (12,), (2,))
+    logits = [d.float()(features, block, layout) @ head.T for d in (_copy(one), _copy(other))]
     equal = torch.equal(logits[0], logits[1])
     return Check(name, equal, "equal to the last bit" if equal else
                  f"differ by up to {float((logits[0] - logits[1]).abs().max()):.3g}")  # fmt: skip

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from stages.checkpoint_format import CheckpointError, load_drafter, save_drafter
 from stages.drafter import Drafter
 from stages.export_check import check_export
+from stages.layout import Layout
 from stages.target import TargetShape
 from tests.tiny import HIDDEN, LAYERS, MASK_ID, VOCAB, make_drafter, make_spec
 
@@ -94,10 +95,10 @@ def test_a_mask_id_that_the_target_does_not_embed(folder: Path) -> None:
 
 def states(drafter: Drafter) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    features = torch.randn(1, 14, 3, HIDDEN, generator=generator)
-    block = torch.randn(1, 1, 4, HIDDEN, generator=generator)
+    features = torch.randn(14, 3, HIDDEN, generator=generator)
+    block = torch.randn(1, 4, HIDDEN, generator=generator)
     with torch.no_grad():
-        out: torch.Tensor = drafter.float()(features, block, torch.tensor([[12]]))
+        out: torch.Tensor = drafter.float()(features, block, Layout(torch.tensor([12]), (14,), (1,)))
     return out
 
 

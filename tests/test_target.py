@@ -25,6 +25,7 @@ from transformers import (
 from stages.config import TargetConfig
 from stages.errors import TargetError
 from stages.features import capture_features
+from stages.layout import Layout
 from stages.target import Target, choose_mask_token, hash_target, load_config, load_target, load_tokenizer, shape_of
 from tests.tiny import CHATML, LAYERS, SIZES, VOCAB, make_drafter, make_target, make_tokenizer, model_of, save_target
 
@@ -133,9 +134,10 @@ def test_a_random_head_gives_other_drafts() -> None:
     untied.model.model.load_state_dict(tied.model.model.state_dict())  # type: ignore[union-attr,operator]
     drafter = make_drafter()
     (features,), _ = capture_features(tied, drafter.spec.feature_layer_ids, [SEQUENCES[0]])
-    block = torch.tensor([[[7, 96, 96, 96]]])
+    block = torch.tensor([[7, 96, 96, 96]])
+    layout = Layout(torch.tensor([5]), (len(features),), (1,))
     with torch.inference_mode():
-        hidden = [drafter(features[None], t.embed(block), torch.tensor([[5]])) for t in (tied, untied)]
+        hidden = [drafter(features, t.embed(block), layout) for t in (tied, untied)]
     assert torch.equal(hidden[0], hidden[1])
     logits = [h @ t.head.T for h, t in zip(hidden, (tied, untied), strict=True)]
     assert float((logits[0] - logits[1]).abs().max()) > 0.1
