@@ -129,7 +129,8 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     config = run.recipe.evaluate
     own = drafter.spec.block_size
     sizes = config.block_sizes or (own,)
-    bench = _bench(run, drafter)
+    longest = max((len(p.ids) for p in prompts), default=0) + config.max_new_tokens + max(sizes)
+    bench = _bench(run, drafter, longest)
     trained = [Variant("trained", size, size) for size in sizes]
     first = own if own in sizes else sizes[0]
     main = [*trained, *([Variant("untrained", first, first)] if config.untrained else [])]
@@ -142,7 +143,7 @@ def _evaluate(run: Run, drafter: Any, prompts: list[Any]) -> dict[str, Any]:
     return results_of(bench, columns, own, len(prompts), passes, schedule)
 
 
-def _bench(run: Run, drafter: Any) -> Any:
+def _bench(run: Run, drafter: Any, longest: int) -> Any:
     """Target and drafters, loaded, placed, and checked for what the settings need of them."""
     import torch
 
@@ -156,7 +157,7 @@ def _bench(run: Run, drafter: Any) -> Any:
     config = run.recipe.evaluate
     use_threads(config.threads)
     target = load_target(run.recipe.target, device=worker_device(), dtype=config.dtype)
-    check_target(target, sampled=any(config.temperatures), ragged=max(config.batch_sizes) > 1)
+    check_target(target, sampled=any(config.temperatures), ragged=max(config.batch_sizes) > 1, longest=longest)
     stop_ids = end_of_turn_ids(
         target.tokenizer,
         getattr(target.model, "generation_config", None),

@@ -40,9 +40,18 @@ class Unit:
     def finished(self, folder: Path) -> dict[str, Any] | None:
         """The unit's records by variant, or None when it has to be decoded (again)."""
         found = read_object(self.file(folder))
-        keys = {v.key for v in self.variants}
-        whole = found is not None and found.keys() == keys and all(isinstance(r, dict) for r in found.values())
-        return found if whole else None
+        if found is None or found.keys() != {v.key for v in self.variants}:
+            return None
+        ids = [p.sample_id for p in self.prompts]
+        return found if all(_answers(record) == ids for record in found.values()) else None
+
+
+def _answers(record: Any) -> list[Any] | None:
+    """Ids of a record's responses in order, or None when it is no record."""
+    rows = record.get("responses") if isinstance(record, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return None
+    return [row.get("sample_id") for row in rows]
 
 
 def plan_units(

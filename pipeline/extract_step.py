@@ -105,10 +105,17 @@ def drive_extract(run: Run, todo: list[Any], job: Any, have: int, guard: Quarant
         job: the `ExtractJob`.
         have: shards that are there already.
         guard: counts samples with non-finite states.
+
+    Raises:
+        TargetSettingError: the target's heads cannot be divided by `extract.tensor_parallel`.
     """
     from stages.extract import ExtractWorker, group_member
+    from stages.target import load_config
+    from stages.target_limits import require_divisible
 
     size = job.extract.tensor_parallel
+    if size > 1:
+        require_divisible(load_config(job.target), job.target.model, size)
     told: set[str] = set()
 
     def take(unit: Any, receipt: dict[str, Any]) -> None:

@@ -60,14 +60,25 @@ def _start_ray(options: dict[str, Any]) -> None:
     """Start or join Ray; one that a busy machine did not start in time is started again.
 
     Raises:
-        PipelineError: it did not start in time, three times.
+        PipelineError: it did not start in time, three times; or what RAY_ADDRESS names cannot be joined.
     """
     import ray
+    from ray.exceptions import AuthenticationError
 
     for attempt in range(1, _STARTS + 1):
         try:
             ray.init(**options)
             return
+        except (ConnectionError, ValueError, AuthenticationError) as error:
+            if options.get("address") == "local":
+                raise
+            why = str(error).strip().rstrip(".")
+            raise PipelineError(
+                f"RAY_ADDRESS is {options.get('address')!r}, but no Ray cluster could be joined there: {why}. Check "
+                "the address (host:port of the head node, such as 10.0.0.1:6379), that the head runs and can be "
+                "reached, and, if it asks for a token, RAY_AUTH_MODE=token with its RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH; or unset RAY_ADDRESS to work on this machine alone"
+            ) from error
         except Exception as error:  # Ray raises a bare Exception here
             if "timed out during startup" not in str(error):
                 raise

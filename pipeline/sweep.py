@@ -12,7 +12,9 @@ import json
 import multiprocessing
 import re
 import time
+import traceback
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from pipeline.sweep_file import Sweep
 from pipeline.train_step import job_in, read_rows
 
 RESULT = "result.json"
+CRASH = "crash.txt"
+"""Where the traceback of a training that crashed stands, in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +114,15 @@ def _each(todo: list[Training], workers: int) -> Iterator[tuple[Training, Any]]:
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         running = {pool.submit(_train, training): training for training in todo}
         for done in concurrent.futures.as_completed(running):
-            yield running[done], done.result()
+            try:
+                yield running[done], done.result()
+            except BrokenProcessPool:
+                text = "a process was killed (out of memory?), and with it what was left; run the same command again"
+                yield running[done], PipelineError(f"{text}, with fewer --workers")
 
 
 def _train(training: Training) -> dict[str, Any] | DFlashError:
+    """Train; returns the result, or the error that it ended with: one training never ends the sweep."""
     from stages.errors import TrainingStopped
     from stages.train import train_rank
     from stages.world import World
@@ -121,12 +130,17 @@ def _train(training: Training) -> dict[str, Any] | DFlashError:
     began = time.monotonic()
     try:
         train_rank(training.job, World())
+        result = summed_up(training, time.monotonic() - began)
+        write_atomic(training.folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
     except TrainingStopped:
         raise
     except DFlashError as error:
         return error
-    result = summed_up(training, time.monotonic() - began)
-    write_atomic(training.folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+    except Exception as error:  # the others are trained all the same
+        training.folder.mkdir(parents=True, exist_ok=True)
+        (training.folder / CRASH).write_text(traceback.format_exc(), encoding="utf-8")
+        # As text: not every error can be sent from one process to another.
+        return PipelineError(f"crashed: {type(error).__name__}: {error} (traceback in {training.folder / CRASH})")
     return result
 
 

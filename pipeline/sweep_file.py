@@ -20,8 +20,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,11 +95,12 @@ class Sweep:
 
     def recipe(self, setting: str, seed: int) -> Recipe:
         """The recipe of one training."""
-        return load_recipe(self.recipe_file, [*self.settings[setting], f"seed={seed}", f"run={self.base.run}"])
+        run = json.dumps(str(self.base.run), ensure_ascii=False)
+        return load_recipe(self.recipe_file, [*self.settings[setting], f"seed={seed}", f"run={run}"])
 
 
 def load_sweep(path: Path, only: tuple[str, ...] = ()) -> Sweep:
-    """Read and check a sweep, the recipe of every setting included.
+    """Read and check a sweep, the recipe of every setting with every seed included.
 
     Args:
         path: the YAML file.
@@ -105,21 +109,13 @@ def load_sweep(path: Path, only: tuple[str, ...] = ()) -> Sweep:
     Raises:
         RecipeError: the file or one of its recipes does not fit; names file, key and what was expected.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: the sweep cannot be read: {error}") from error
-    try:
-        found = TypeAdapter(_File).validate_python(parse_yaml(text, where=str(path)))
-    except ValidationError as error:
-        faults = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise RecipeError("\n".join(f"{path}: {fault}" for fault in faults)) from error
+    found = _read(path)
     _require_sound(path, found)
     unknown = [name for name in only if name not in found.settings]
     if unknown:
         raise RecipeError(f"{path} has no setting {unknown[0]!r}; it has {', '.join(found.settings)}")
     settings = {
-        name: tuple(f"{key}={json.dumps(value)}" for key, value in changes.items())
+        name: tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items())
         for name, changes in found.settings.items()
         if not only or name in only
     }
@@ -128,9 +124,46 @@ def load_sweep(path: Path, only: tuple[str, ...] = ()) -> Sweep:
         name=found.name, base=load_recipe(recipe_file), recipe_file=recipe_file, seeds=found.seeds, settings=settings,
         comparisons=tuple(c for c in found.comparisons if set(c.named()) <= settings.keys()),
     )  # fmt: skip
-    for name in settings:
-        sweep.recipe(name, found.seeds[0])
+    for name, seed in itertools.product(settings, found.seeds):
+        try:
+            sweep.recipe(name, seed)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: settings.{name} with seed {seed}: {error}") from error
     return sweep
+
+
+def _read(path: Path) -> _File:
+    """The file's values, each of its kind, no key unknown."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: the sweep cannot be read: {error}") from error
+    raw = parse_yaml(text, where=str(path))
+    if not isinstance(raw, dict):
+        kind = "nothing" if raw is None else f"a {type(raw).__name__}"
+        keys = ", ".join(f.name for f in dataclasses.fields(_File))
+        raise RecipeError(f"{path}: found {kind}, expected a mapping with the keys {keys}")
+    comparisons = raw.get("comparisons")
+    faults = [*_unknown_keys(raw, _File, "")]
+    for i, comparison in enumerate(comparisons if isinstance(comparisons, list) else ()):
+        faults += _unknown_keys(comparison, Comparison, f"comparisons.{i}.") if isinstance(comparison, dict) else ()
+    try:
+        # Strict JSON, as for recipes: a list is a tuple, an integer is a float, and nothing else is converted.
+        found = TypeAdapter(_File).validate_json(json.dumps(raw), strict=True)
+    except ValidationError as error:
+        faults += [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+    if faults:
+        raise RecipeError("\n".join(f"{path}: {fault}" for fault in faults))
+    return found
+
+
+def _unknown_keys(raw: dict[str, Any], kind: type, prefix: str) -> Iterator[str]:
+    known = [f.name for f in dataclasses.fields(kind)]
+    for key in raw:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys here are {', '.join(known)}"
+            yield f"unknown key {prefix}{key}; {hint}"
 
 
 def _require_sound(path: Path, found: _File) -> None:

@@ -31,14 +31,16 @@ def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
 
     Raises:
         FingerprintMismatch: the folder holds another training.
+        TrainingError, CheckpointError: `train.init_from` names no drafter that can be read.
     """
     from stages.initial import initial_sha256
     from stages.train import TrainJob
 
     identity, train, initial = cache_identity(run), recipe.train, None
     if train.init_from is not None:
-        train = dataclasses.replace(train, init_from=str(Path(train.init_from).resolve()))
-        initial = initial_sha256(Path(train.init_from or ""))
+        start = (recipe.base / Path(train.init_from).expanduser()).resolve()
+        train = dataclasses.replace(train, init_from=str(start))
+        initial = initial_sha256(start)
     made_of = {
         "cache": identity.to_json(),
         "seed": recipe.seed,
@@ -149,7 +151,7 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
     from stages import checkpoint
     from stages.drafter import Drafter
     from stages.replicas import Replicas
-    from stages.train import make_spec
+    from stages.train import trained_spec
     from stages.world import World
 
     folder = _final_checkpoint(run, job)
@@ -158,6 +160,6 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
             f"{run.folder.train} has no intact checkpoint of the last step; run the train stage, it goes on where it "
             "stopped"
         )
-    drafter = Drafter(make_spec(job.target, job.drafter, job.drafter.feature_layers or job.identity.layer_ids))
+    drafter = Drafter(trained_spec(job))
     checkpoint.load_weights(folder, Replicas(drafter, World()))
     return drafter, json.loads((folder / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from stages.errors import TrainingError
 from stages.layout import KeysValues, Spans
 
 TILE = 128
@@ -44,6 +45,19 @@ class FlexAttention:
         out_1HRE = _kernel(queries.device.type)(queries, keys, values, block_mask=self.block_mask, enable_gqa=True)
         out_RHE: torch.Tensor = out_1HRE[0].transpose(0, 1)[:n_rows]
         return out_RHE
+
+
+def require_gpu(device: torch.device) -> None:
+    """Refuse to train with this form where it has no compiled kernel.
+
+    Raises:
+        TrainingError: the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise TrainingError(
+            f"train.attention is flex, which needs a GPU to train, but this rank computes on {device.type}. Leave "
+            "train.attention out, or set it to grouped: the numbers are the same"
+        )
 
 
 def padded(n: int) -> int:

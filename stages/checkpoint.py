@@ -1,8 +1,9 @@
 """Training checkpoints: atomic folders of safetensors and JSON, hashed, rotated.
 
 A checkpoint is written under a temporary name, synced, and renamed as a whole; `state.json` names the
-SHA-256 of the other files. One that is torn or altered is never picked. No random state is kept, since
-order and anchors are functions of (seed, epoch, sample id) and the drafter has no dropout.
+SHA-256 of the other files and, as `state_sha256`, of everything else in itself. One that is torn or altered, or lies
+under another step's name, is never picked. No random state is kept, since order and anchors are functions of
+(seed, epoch, sample id) and the drafter has no dropout.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def save_checkpoint(folder: Path, progress: Progress, replicas: Replicas, optimi
         state = {"step": progress.step, "fingerprint": progress.fingerprint, "skipped": progress.skipped,
                  "order": progress.order, "best": asdict(progress.best) if progress.best is not None else None,
                  "sha256": {name: sha256_bytes(data) for name, data in files.items()}}
+        state["state_sha256"] = _state_sha256(state)
         (partial / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
         fsync_tree(partial)
         partial.rename(final)
@@ -141,12 +143,38 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] |
 
 
 def _intact_state(folder: Path) -> dict[str, Any] | None:
+    """What `state.json` says, or None when it or a file that it names is missing, torn, altered or another step's."""
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        state = json.loads((folder / STATE).read_text())
+        if not _well_formed(state) or state["state_sha256"] != _state_sha256(state):
+            return None
         intact = all(sha256_file(folder / name) == state["sha256"][name] for name in (MODEL, OPTIMIZER))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return state if intact and {"step", "fingerprint", "skipped", "order"} <= state.keys() else None
+    return state if intact and folder.name == step_folder(folder.parent, state["step"]).name else None
+
+
+def _state_sha256(state: dict[str, Any]) -> str:
+    """Of everything in a state but this hash itself, as JSON keeps it."""
+    kept = json.loads(json.dumps({key: value for key, value in state.items() if key != "state_sha256"}))
+    return sha256_bytes(json.dumps(kept, sort_keys=True).encode())
+
+
+def _well_formed(state: Any) -> bool:
+    """Whether every entry is there and of its type."""
+    kinds = {"fingerprint": str, "skipped": dict, "order": dict, "sha256": dict, "state_sha256": str}
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+        return False
+    best = state.get("best")
+    seen = best is None or (
+        isinstance(best, dict) and best.keys() == {"step", "tau"} and _is_step(best["step"])
+        and type(best["tau"]) in (int, float)
+    )
+    return _is_step(state.get("step")) and seen and all(isinstance(why, str) for why in state["skipped"].values())
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def load_weights(folder: Path, replicas: Replicas) -> None:

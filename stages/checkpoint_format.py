@@ -9,6 +9,8 @@ of the names that are in use.
 from __future__ import annotations
 
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save
 
 from stages.config import ConfigError
 from stages.drafter import Drafter, DrafterSpec
+from stages.drafter_spec import LAYER_TYPES
 from stages.errors import StageError
 from stages.layers import feature_layer_ids
 
@@ -71,42 +74,41 @@ def to_config(spec: DrafterSpec, dtype: str = "bfloat16") -> dict[str, Any]:
     }
 
 
-def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
+def from_config(config: Any, where: str) -> DrafterSpec:
     """The spec that a `config.json` describes.
 
+    Args:
+        config: what the file holds.
+        where: the file, for messages.
+
     Raises:
-        CheckpointError: not a DFlash drafter, a key is missing, or both block sizes differ.
+        CheckpointError: not a DFlash drafter, a key is missing or its value of another kind, or both block sizes
+            differ; names file, key, what was found and what was expected.
     """
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise CheckpointError(f"{where}: architectures is {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
-    _refuse_other_rotations(config, where)
-    flash = _need(config, "dflash_config", where)
-    inner, outer = flash.get("block_size"), config.get("block_size")
-    if inner is not None and outer is not None and inner != outer:
-        raise CheckpointError(f"{where}: block_size is {outer}, dflash_config.block_size is {inner}; make them equal")
-    if inner is None and outer is None:
-        raise CheckpointError(f"{where}: no block_size, neither at the top nor in dflash_config")
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act is {config['hidden_act']!r}, but a drafter's MLP is SwiGLU (silu)")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{where}: found {_shown(config)}, expected a drafter's config, a JSON object")
+    _refuse_other_kinds(config, where)
+    flash = _object(config, "dflash_config", where)
+    if not flash:
+        raise CheckpointError(f"{where}: the key 'dflash_config' is missing or empty")
     layer_types, window, causal = _attention(config, flash, where)
-    n_target_layers = _need(config, "num_target_layers", where)
-    # Folders of before the key name no layers and mean as many as the drafter has.
-    default_ids = feature_layer_ids(n_target_layers, _need(config, "num_hidden_layers", where))
+    given = {key: value for key, value in config.items() if value is not None}
+    hidden_size, n_heads = _integer(config, "hidden_size", where), _integer(config, "num_attention_heads", where)
     return DrafterSpec(
-        hidden_size=_need(config, "hidden_size", where),
-        intermediate_size=_need(config, "intermediate_size", where),
-        n_layers=_need(config, "num_hidden_layers", where),
-        n_heads=_need(config, "num_attention_heads", where),
-        n_kv_heads=_need(config, "num_key_value_heads", where),
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        vocab_size=_need(config, "vocab_size", where),
-        block_size=outer if outer is not None else inner,
-        n_target_layers=n_target_layers,
-        feature_layer_ids=tuple(flash.get("target_layer_ids") or default_ids),
-        mask_token_id=_need(flash, "mask_token_id", f"{where}: dflash_config"),
-        rope_theta=float((config.get("rope_parameters") or {}).get("rope_theta") or _need(config, "rope_theta", where)),
-        rms_norm_eps=_need(config, "rms_norm_eps", where),
-        max_position_embeddings=_need(config, "max_position_embeddings", where),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size", where),
+        n_layers=_integer(config, "num_hidden_layers", where),
+        n_heads=n_heads,
+        n_kv_heads=_integer(config, "num_key_value_heads", where),
+        head_dim=_integer({"head_dim": hidden_size // n_heads} | given, "head_dim", where),
+        vocab_size=_integer(config, "vocab_size", where),
+        block_size=_block_size(config, flash, where),
+        n_target_layers=_integer(config, "num_target_layers", where),
+        feature_layer_ids=_layer_ids(config, flash, where),
+        mask_token_id=_integer(flash, "mask_token_id", f"{where}: dflash_config", least=0),
+        rope_theta=_rope_theta(config, where),
+        rms_norm_eps=_number(config, "rms_norm_eps", where),
+        max_position_embeddings=_integer(config, "max_position_embeddings", where),
         attention_bias=bool(config.get("attention_bias", False)),
         layer_types=layer_types,
         sliding_window=window,
@@ -114,8 +116,47 @@ def from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
-        initializer_range=float(config.get("initializer_range", 0.02)),
+        initializer_range=_number({"initializer_range": 0.02} | given, "initializer_range", where),
     )
+
+
+def _refuse_other_kinds(config: dict[str, Any], where: str) -> None:
+    if config.get("architectures") != [ARCHITECTURE]:
+        raise CheckpointError(f"{where}: architectures is {config.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
+    _refuse_other_rotations(config, where)
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act is {config['hidden_act']!r}, but a drafter's MLP is SwiGLU (silu)")
+    for key in ("attention_bias", "tie_word_embeddings", "is_causal"):
+        if config.get(key) not in (None, True, False):
+            raise _wrong(where, key, config[key], "true or false")
+
+
+def _block_size(config: dict[str, Any], flash: dict[str, Any], where: str) -> int:
+    inner, outer = flash.get("block_size"), config.get("block_size")
+    if inner is not None and outer is not None and inner != outer:
+        raise CheckpointError(f"{where}: block_size is {outer}, dflash_config.block_size is {inner}; make them equal")
+    if inner is None and outer is None:
+        raise CheckpointError(f"{where}: no block_size, neither at the top nor in dflash_config")
+    return _integer({"block_size": inner if outer is None else outer}, "block_size", where, least=2)
+
+
+def _layer_ids(config: dict[str, Any], flash: dict[str, Any], where: str) -> tuple[int, ...]:
+    """The target's layers whose states are taken. Folders of before the key mean as many as the drafter has."""
+    ids = flash.get("target_layer_ids")
+    if ids is None or ids == []:
+        n_target_layers = _integer(config, "num_target_layers", where)
+        return feature_layer_ids(n_target_layers, _integer(config, "num_hidden_layers", where))
+    sound = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+    if not sound or any(a >= b for a, b in pairwise(ids)):
+        raise _wrong(where, "dflash_config.target_layer_ids", ids, "a rising list of integers, each 0 or above")
+    return tuple(ids)
+
+
+def _rope_theta(config: dict[str, Any], where: str) -> float:
+    rope = _object(config, "rope_parameters", where)
+    if rope.get("rope_theta") is not None:
+        return _number(rope, "rope_theta", f"{where}: rope_parameters")
+    return _number(config, "rope_theta", where)
 
 
 def _attention(config: dict[str, Any], flash: dict[str, Any], where: str) -> tuple[tuple[str, ...], int | None, bool]:
@@ -124,7 +165,14 @@ def _attention(config: dict[str, Any], flash: dict[str, Any], where: str) -> tup
     `dflash_config.use_swa` makes every layer sliding where `layer_types` has none that is, and then none is causal
     unless the config says so.
     """
-    layer_types = tuple(config.get("layer_types") or ())
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind not in LAYER_TYPES for kind in layer_types):
+        raise _wrong(where, "layer_types", layer_types, f"a list of {' and '.join(LAYER_TYPES)}")
+    if config.get("sliding_window") is not None:
+        _integer(config, "sliding_window", where)
+    if flash.get("swa_window_size") is not None:
+        _integer(flash, "swa_window_size", f"{where}: dflash_config")
+    layer_types = tuple(layer_types)
     said = [v for v in (config.get("is_causal"), flash.get("is_causal"), flash.get("causal")) if v is not None]
     if "sliding_attention" in layer_types:
         window = flash.get("swa_window_size") or config.get("sliding_window")
@@ -143,8 +191,41 @@ def _need(config: dict[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
+def _object(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """The object under `key`; an empty one where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise _wrong(where, key, value, "an object")
+    return value or {}
+
+
+def _integer(config: dict[str, Any], key: str, where: str, least: int = 1) -> int:
+    value = _need(config, key, where)
+    if type(value) is not int or value < least:
+        raise _wrong(where, key, value, f"an integer, {least} or above")
+    return value
+
+
+def _number(config: dict[str, Any], key: str, where: str) -> float:
+    """A finite number above 0."""
+    value = _need(config, key, where)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(where, key, value, "a number above 0")
+    return float(value)
+
+
+def _wrong(where: str, key: str, value: Any, expected: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {key} is {_shown(value)}, expected {expected}; export or fetch the drafter again")
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _refuse_other_rotations(config: dict[str, Any], where: str) -> None:
-    kinds = [(config.get(k) or {}).get("rope_type", "default") for k in ("rope_scaling", "rope_parameters")]
+    kinds = [_object(config, k, where).get("rope_type", "default") for k in ("rope_scaling", "rope_parameters")]
     if any(kind != "default" for kind in kinds) or config.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
             f"{where}: a drafter has plain rotary embeddings; found rope types {kinds} and "

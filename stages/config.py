@@ -96,6 +96,7 @@ class PromptsConfig:
         weights = [source.weight for source in self.sources]
         ok = None not in weights or not any(weights)
         require(ok, "prompts.sources.weight", weights, "all sources must have a weight, or none")
+        require(0 <= self.max_bad_share <= 1, "prompts.max_bad_share", self.max_bad_share, "it must be in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +297,8 @@ class ExtractConfig:
         rule = "it must be above 0 (1: every worker holds the whole target)"
         require(self.tensor_parallel > 0, "extract.tensor_parallel", self.tensor_parallel, rule)
         require_threads("extract", self.threads)
+        share = self.max_quarantined_share
+        require(0 <= share <= 1, "extract.max_quarantined_share", share, "it must be in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,9 +341,9 @@ class EvaluateConfig:
         require(self.benchmark_prompts > 0, "evaluate.benchmark_prompts", self.benchmark_prompts, "it must be above 0")
         ok = all(b >= 2 for b in self.block_sizes) and len(set(self.block_sizes)) == len(self.block_sizes)
         require(ok, "evaluate.block_sizes", self.block_sizes, "each must be at least 2, and none twice")
-        ok = all(0 <= t < float("inf") for t in self.temperatures)
+        ok = all(t == 0 or 1e-3 <= t < float("inf") for t in self.temperatures)
         ok = ok and 0 < len(self.temperatures) == len(set(self.temperatures))
-        rule = "at least one is needed, each 0 or above, none twice"
+        rule = "at least one is needed, each 0 (greedy) or at least 0.001, none twice"
         require(ok, "evaluate.temperatures", self.temperatures, rule)
         ok = 0 < len(self.batch_sizes) == len(set(self.batch_sizes)) and all(b > 0 for b in self.batch_sizes)
         require(ok, "evaluate.batch_sizes", self.batch_sizes, "at least one is needed, each above 0, none twice")

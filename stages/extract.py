@@ -1,7 +1,8 @@
 """Hidden states of the chosen layers, shard by shard, into the feature cache.
 
 One worker holds the target and turns shards into commits. What a shard holds depends on its samples, the way of
-batching and `extract.batch_tokens`; who makes it, and after how many restarts, changes no bit of it.
+batching, `extract.batch_tokens` and `extract.tensor_parallel`; who makes it, and after how many restarts, changes no
+bit of it.
 
 The device is kept busy: a thread per shard quantises, copies and writes what one pass captured while the next pass
 runs (`stages.shard_stream`), and `run` may be called from several threads, so that one shard is read or committed while
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cache_schema.errors import ShardRefused
+from cache_schema.errors import ResponsesError, ShardRefused
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format, last_hidden_dtype
 from cache_schema.marker import CommitMarker
@@ -74,6 +75,7 @@ class ExtractWorker:
 
     Raises:
         TargetError: the target cannot be loaded, or its states cannot be captured.
+        TargetSettingError: the target's positions do not allow for `cache.max_length`.
     """
 
     def __init__(self, job: ExtractJob, target: Target | None = None, member: Member | None = None) -> None:
@@ -86,7 +88,7 @@ class ExtractWorker:
         self.target = target or load_target(job.target, device=worker_device(), tokenizer=False, tensor_parallel=size)
         self.table = ResponsesTable.open(job.responses_dir)
         self.choice = choose_way(self.target, job.identity.layer_ids, last_hidden=job.identity.last_hidden,
-                                 batching=job.extract.batching)
+                                 batching=job.extract.batching, max_length=job.cache.max_length)
         self.batch_tokens = job.extract.tokens_per_batch(self.target.device.type)
         self._reading, self._device = threading.Lock(), threading.Lock()
         self._clock = DeviceClock(self.target.device)
@@ -97,6 +99,7 @@ class ExtractWorker:
         Raises:
             ShardRefused: a layer is all zero, two are equal, or a sample's states are not those that it has alone.
             CacheError: what was captured does not fit the cache.
+            ResponsesError: a sample has a token id that the target does not.
         """
         started = time.perf_counter()
         with self._reading:  # the table keeps the part that it read last
@@ -129,8 +132,20 @@ class ExtractWorker:
                 continue
             if writer is not None and n_tokens > limit:
                 writer.note(response.sample_id, SHORTENED, f"from {n_tokens} to {limit} tokens (cache.max_length)")
+            self._require_known(response)
             usable.append(response)
         return usable
+
+    def _require_known(self, response: Response) -> None:
+        """Ids that the embedding lacks would be an IndexError that is tried again, and on a GPU end the process."""
+        ids, vocab_size = response.input_ids[: self.job.cache.max_length], self.target.shape.vocab_size
+        wrong = ((ids < 0) | (ids >= vocab_size)).nonzero()[0]
+        if len(wrong):
+            raise ResponsesError(
+                f"{self.job.responses_dir}: sample {response.sample_id} has token id {ids[wrong[0]]} at position "
+                f"{wrong[0]}, but target {self.target.name} has ids 0…{vocab_size - 1}; were these responses made with "
+                "another target? Take a new run folder, or the target that answered"
+            )
 
     def _forward(self, shard: str, usable: Sequence[Response], put: Put) -> tuple[Lap, ShardRefused | None]:
         """All passes of a shard, one after the other, while no other shard has the device; the spot check's finding."""

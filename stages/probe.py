@@ -17,10 +17,11 @@ import torch
 
 from stages.agreement import disagreement
 from stages.capture import PackedWay, PaddedWay, SingleWay, Way, take_rows
-from stages.errors import TargetError
+from stages.errors import TargetError, TargetSettingError
 from stages.features import capture_features
 from stages.packing import MIN_SHARED, Ids
 from stages.target import Target
+from stages.target_limits import why_single
 
 WAYS: dict[str, type[PackedWay | PaddedWay | SingleWay]] = {
     "packed": PackedWay, "padded": PaddedWay, "single": SingleWay,
@@ -43,7 +44,7 @@ class _Expected:
 
 
 def choose_way(target: Target, layer_ids: tuple[int, ...], *, last_hidden: bool = False,
-               batching: str = "auto") -> Choice:
+               batching: str = "auto", max_length: int | None = None) -> Choice:
     """The way of batching for this target, proven equal to single sequences.
 
     Args:
@@ -51,14 +52,16 @@ def choose_way(target: Target, layer_ids: tuple[int, ...], *, last_hidden: bool 
         layer_ids: feature layers.
         last_hidden: whether states after the final norm are captured too.
         batching: `auto`, or the one way to use.
+        max_length: tokens of the longest sample that there may be (`cache.max_length`); None if it is of no matter.
 
     Raises:
         TargetError: no way gives the states that `output_hidden_states` does, or not the one that was asked for.
+        TargetSettingError: the target's positions do not allow for samples that long, or not in this way.
     """
+    names, problems = _candidates(target, batching, max_length)
     sequences = probe_sequences(target.shape.vocab_size)
     expected = [_expected(target, layer_ids, ids, last_hidden) for ids in sequences]
-    problems: dict[str, str] = {}
-    for name in WAYS if batching == "auto" else (batching,):
+    for name in names:
         try:
             way: Way = WAYS[name](target, layer_ids, last_hidden)
             problem = _problem(way, sequences, expected, layer_ids, target.dtype)
@@ -73,6 +76,19 @@ def choose_way(target: Target, layer_ids: tuple[int, ...], *, last_hidden: bool 
     raise TargetError(
         f"target {target.name}: the states captured are not those of output_hidden_states ({told}); {remedy}"
     )
+
+
+def _candidates(target: Target, batching: str, max_length: int | None) -> tuple[list[str], dict[str, str]]:
+    """Names of the ways to try, in order, and what speaks against others; the probe's few tokens cannot show it."""
+    why = None if max_length is None else why_single(target, max_length)
+    if why is None:
+        return list(WAYS) if batching == "auto" else [batching], {}
+    if batching not in ("auto", "single"):
+        raise TargetSettingError(
+            f"extract.batching is {batching!r}, but samples of target {target.name} must not share a pass: {why}; set "
+            "extract.batching to auto or single, or lower cache.max_length"
+        )
+    return ["single"], {"packed or padded": why}
 
 
 def probe_sequences(vocab_size: int) -> list[Ids]:

@@ -22,6 +22,7 @@ from stages.features import FeatureTap
 from stages.kv import Ints, RaggedCache, RaggedKV
 from stages.layout import KeysValues, Layout
 from stages.target import Target
+from stages.target_limits import require_decodable
 
 _CACHED_KINDS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 """Layers of a transformers cache that hold keys and values per token (or nothing), so tokens can be forgotten."""
@@ -204,17 +205,21 @@ def target_logits(target: Target, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def check_target(target: Target, *, sampled: bool, ragged: bool) -> None:
+def check_target(target: Target, *, sampled: bool, ragged: bool, longest: int | None = None) -> None:
     """Compare what decoding relies on with the target's own plain forward pass, on a few tokens.
 
     Args:
         target: the model.
         sampled: whether its probabilities matter, not only its argmax.
         ragged: whether rows of different lengths will be decoded together.
+        longest: tokens of the longest sequence that a pass may see, prompt and drafts included; None if not known.
 
     Raises:
         TargetError: names what differs; sampling or batching this target would give other outputs than its own.
+        TargetSettingError: the target's positions do not allow for sequences that long.
     """
+    if longest is not None:
+        require_decodable(target, longest)
     ids = [[(7 * i + 3 * r + 5) % target.shape.vocab_size for i in range(6)] for r in range(2)]
     plain = [target.model(input_ids=torch.tensor([row], device=target.device), use_cache=False).logits for row in ids]
     if ragged:

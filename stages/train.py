@@ -15,7 +15,7 @@ from stages.dataset import SampleReader
 from stages.device import use_threads
 from stages.drafter import Drafter, DrafterSpec, spec_for_target
 from stages.ends import FrozenEnds, load_ends
-from stages.initial import read_initial
+from stages.initial import read_initial, spec_from
 from stages.order import StepPlan
 from stages.preemption import Asked
 from stages.rolling import Rolling, WaitingReader, Watch
@@ -23,7 +23,7 @@ from stages.target import choose_mask_token, load_config, load_tokenizer, shape_
 from stages.trainer import Trainer, learning_rate
 from stages.world import World
 
-__all__ = ["FrozenEnds", "TrainJob", "Trainer", "learning_rate", "load_ends", "make_spec", "train_rank"]
+__all__ = ["FrozenEnds", "TrainJob", "Trainer", "learning_rate", "load_ends", "make_spec", "train_rank", "trained_spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,16 @@ def make_spec(target: TargetConfig, drafter: DrafterConfig, layer_ids: tuple[int
     config = load_config(target)
     mask = choose_mask_token(load_tokenizer(target), shape_of(config).vocab_size, target.mask_token_id)
     return spec_for_target(drafter, config, feature_layer_ids=layer_ids, mask_token_id=mask.id)
+
+
+def trained_spec(job: TrainJob) -> DrafterSpec:
+    """The spec of the drafter that a job trains: the target's, with the sliding windows of `train.init_from`.
+
+    Raises:
+        TrainingError, CheckpointError: that folder holds another drafter, or cannot be read.
+    """
+    spec = make_spec(job.target, job.drafter, job.drafter.feature_layers or job.identity.layer_ids)
+    return spec if job.train.init_from is None else spec_from(Path(job.train.init_from), spec)
 
 
 def initial_drafter(spec: DrafterSpec, job: TrainJob) -> Drafter:
@@ -76,8 +86,7 @@ def train_rank(
     rolling = job.rolling
     cache = FeatureCache.open(job.cache_dir, job.identity, require_complete=rolling is None)
     plan = StepPlan(cache.plan, job.train, job.seed)
-    spec = make_spec(job.target, job.drafter, job.drafter.feature_layers or job.identity.layer_ids)
-    drafter = initial_drafter(spec, job).to(world.device)
+    drafter = initial_drafter(trained_spec(job), job).to(world.device)
     ends = load_ends(job.target, world.device, bf16=job.train.bf16)
     trainer = functools.partial(
         Trainer, drafter, ends, plan, config=job.train, folder=job.folder, fingerprint=job.fingerprint, world=world,

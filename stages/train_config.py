@@ -32,6 +32,10 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         require(self.n_layers > 0, "drafter.n_layers", self.n_layers, "it must be above 0")
+        for name in ("intermediate_size", "n_heads", "n_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            rule = "it must be above 0; leave it out for the target's"
+            require(value is None or value > 0, f"drafter.{name}", value, rule)
         rule = "a block is an anchor and at least one draft"
         require(self.block_size >= 2, "drafter.block_size", self.block_size, rule)
         ids = self.feature_layers
@@ -78,8 +82,9 @@ class TrainConfig:
     distill: DistillConfig | None = identity(None)
     """Mix in a loss towards the target's distribution; None learns from tokens alone."""
     init_from: str | None = execution(None)
-    """Folder of an exported drafter (z-lab's published layout too) whose weights training starts from. Its weights'
-    hash is part of what the training is made of, the path is not."""
+    """Folder of an exported drafter (z-lab's published layout too) whose weights training starts from, relative to the
+    recipe's. Which of its layers look back over a sliding window only is taken from it too. The hash of both is part of
+    what the training is made of, the path is not."""
     weight_decay: float = identity(0.0)
     beta1: float = identity(0.9)
     beta2: float = identity(0.95)
@@ -101,7 +106,8 @@ class TrainConfig:
     """Rows (context tokens and block slots) of one forward and backward pass, at most; a larger sample goes alone.
     Takes the place of `micro_samples`; None divides by that."""
     attention: Literal["auto", "dense", "grouped", "flex"] = execution("auto")
-    """How attention is computed; the numbers are the same. `auto` takes `flex` on a GPU and `grouped` elsewhere."""
+    """How attention is computed; the numbers are the same. `auto` takes `flex` on a GPU and `grouped` elsewhere. `flex`
+    needs a GPU."""
     compile: bool = execution(False)
     """`torch.compile` the drafter's forward pass."""
     activation_checkpointing: bool = execution(False)
@@ -146,7 +152,10 @@ class TrainConfig:
                      "heldout_every", "keep_checkpoints", "log_every", "clip", "window_shards", "passes_per_window",
                      "shard_wait_s"):
             require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "it must be above 0")
-        require(self.loader_workers >= 0, "train.loader_workers", self.loader_workers, "it must be 0 or above")
+        for name in ("loader_workers", "heldout_max", "max_restarts", "weight_decay"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must be 0 or above")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "it must be in [0, 1)")
         rule = f"the epochs must be a multiple of train.passes_per_window ({self.passes_per_window})"
         require(self.epochs % self.passes_per_window == 0, "train.epochs", self.epochs, rule)
         require(0 <= self.warmup_share < 1, "train.warmup_share", self.warmup_share, "it must be in [0, 1)")

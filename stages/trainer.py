@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stages import checkpoint
+from stages.attention_flex import require_gpu
 from stages.batch import Batch
 from stages.config import TrainConfig, identity_fields
 from stages.dataset import SampleReader, StepData, StepDataset, TrainingStream
@@ -62,6 +63,9 @@ class Trainer:
         watch: called with the steps done at the start and after each step; may raise to stop the training.
         leaving: tells whether this machine is about to be taken away; a checkpoint is written then, and training goes
             on until it is.
+
+    Raises:
+        TrainingError: `train.attention: flex` without a GPU.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Trainer:
         self.config, self.folder, self.fingerprint = config, folder, fingerprint
         self.world = world or World()
         self.leaving = leaving or (lambda: False)
+        if config.attention == "flex":
+            require_gpu(self.world.device)
         device, size = self.world.device, drafter.spec.block_size
         dataset = StepDataset(plan, reader, size, drafter.spec.mask_token_id, self.world.rank, self.world.size)
         self.stream = TrainingStream(dataset, workers=config.loader_workers, pin=device.type == "cuda")

@@ -217,6 +217,24 @@ def test_a_target_that_cannot_forget_is_decoded_alone_and_refused_in_a_batch(mon
     assert speculate(target, 4, 12).ids == plain
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "limit"),
+    [
+        ("longrope", {"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 64),
+        ("dynamic", {"factor": 2.0}, 512),
+    ],
+)
+def test_sequences_longer_than_a_rope_keeps_its_rotation_for_are_not_decoded(
+    kind: str, more: dict[str, Any], limit: int
+) -> None:
+    """Beyond the limit keys in the cache would be of another rotation than the tokens that look at them."""
+    rope = {"rope_type": kind, "rope_theta": 1e4} | more
+    target = Target(model_of(LlamaConfig(**(SIZES | {"rope_parameters": rope}))), None, "roped")
+    check_target(target, sampled=True, ragged=True, longest=limit)
+    with pytest.raises(TargetError, match=rf"roped has rope type {kind} .*up to {limit + 1} tokens.*at most {limit}"):
+        check_target(target, sampled=False, ragged=False, longest=limit + 1)
+
+
 def test_a_target_that_answers_otherwise_in_a_batch_is_refused() -> None:
     target = make_target()
     target.head = target.head * 1.5  # as a family whose logits are scaled in a way that is not known here

@@ -5,6 +5,7 @@ Shapes: T tokens, A anchors, B block size, Q = A·B slots, L feature layers, D h
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,49 @@ def test_a_drafter_folder_with_a_special_rotation_is_refused() -> None:
     for change in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}):
         with pytest.raises(CheckpointError, match="plain rotary embeddings"):
             from_config(config | change, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dflash_config": [1]}, r"dflash_config is \[1\], expected an object"),
+        ({"rope_parameters": "default"}, 'rope_parameters is "default", expected an object'),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, 'rope_theta is "1e6", expected a number above 0'),
+        ({"hidden_size": "32"}, 'hidden_size is "32", expected an integer, 1 or above'),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0, expected an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer, 1 or above"),
+        ({"head_dim": True}, "head_dim is true, expected an integer"),
+        ({"block_size": 1, "dflash_config.block_size": 1}, "block_size is 1, expected an integer, 2 or above"),
+        ({"dflash_config.target_layer_ids": [True, 2]}, "target_layer_ids is .true, 2., expected a rising list"),
+        ({"dflash_config.target_layer_ids": [3, 1]}, "target_layer_ids is .3, 1., expected a rising list"),
+        ({"dflash_config.target_layer_ids": [-1, 1]}, "target_layer_ids is .-1, 1., expected a rising list"),
+        ({"dflash_config.target_layer_ids": "1"}, 'target_layer_ids is "1", expected a rising list'),
+        ({"dflash_config.mask_token_id": -1}, "dflash_config: mask_token_id is -1, expected an integer, 0 or above"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, expected a number"),
+        ({"layer_types": ["full_attention", "chunked"]}, "layer_types is .*expected a list of full_attention and"),
+        ({"layer_types": "full_attention"}, "layer_types is .*expected a list"),
+        ({"sliding_window": "64"}, 'sliding_window is "64", expected an integer'),
+        ({"is_causal": "no"}, 'is_causal is "no", expected true or false'),
+        ({"initializer_range": "x"}, 'initializer_range is "x", expected a number'),
+    ],
+)
+def test_a_config_value_of_another_kind_is_named(change: dict[str, Any], words: str) -> None:
+    config = to_config(make_spec())
+    for dotted, value in change.items():
+        *section, key = dotted.split(".")
+        (config[section[0]] if section else config)[key] = value
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{words}"):
+        from_config(config, "config.json")
+
+
+def test_a_config_may_leave_out_what_has_a_default() -> None:
+    config = to_config(make_spec())
+    left_out = {"initializer_range": None, "head_dim": None, "rope_parameters": None}
+    found = from_config(config | left_out, "config.json")
+    assert found == dataclasses.replace(from_config(config, "config.json"), initializer_range=0.02)
+    with pytest.raises(CheckpointError, match=r"^config.json: found \[\], expected a drafter's config"):
+        from_config([], "config.json")
 
 
 def test_sizes_come_from_the_target_unless_set() -> None:

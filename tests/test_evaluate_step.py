@@ -11,11 +11,15 @@ import yaml
 
 from cache_schema.errors import FingerprintMismatch
 from pipeline.cli import main
+from pipeline.errors import RecipeError
 from pipeline.evaluate_step import run_evaluate
+from pipeline.evaluate_units import Unit
 from pipeline.recipe import load_recipe
 from pipeline.run import Run
 from stages.checkpoint_format import CheckpointError, save_drafter
 from stages.drafter import Drafter
+from stages.errors import TargetSettingError
+from stages.evaluate import EvalPrompt, Variant
 from stages.passes import PassTimes
 from stages.schedule import expected_tau, make_schedule, size_by_rows
 from tests.tiny import make_spec, make_target, make_tokenizer, save_target
@@ -96,6 +100,30 @@ def test_a_second_call_does_nothing_and_a_lost_record_is_made_again(home: Path, 
     assert results["drafters"]["trained"]["prompts"] == 4
 
 
+def test_a_record_that_lacks_a_response_is_none(tmp_path: Path) -> None:
+    prompts = tuple(EvalPrompt(f"p{i}", "a", "", [1]) for i in range(2))
+    unit = Unit(0.0, 2, prompts, (Variant("trained", 8, 8),))
+    rows = [{"sample_id": "p0"}, {"sample_id": "p1"}]
+    for responses, whole in ((rows, True), (rows[:1], False), (rows[::-1], False), ([1, 2], False), (None, False)):
+        unit.file(tmp_path).write_text(json.dumps({"trained@8": {"responses": responses}}))
+        assert (unit.finished(tmp_path) is not None) == whole
+    unit.file(tmp_path).write_text('{"trained@8": {}}')
+    assert unit.finished(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("evaluate.temperatures=[0, 1e-4]", r"evaluate.temperatures is .*at least 0.001"),
+        ("extract.max_quarantined_share=1.5", r"extract.max_quarantined_share is 1.5, but it must be in \[0, 1\]"),
+        ("prompts.max_bad_share=-0.1", r"prompts.max_bad_share is -0.1, but it must be in \[0, 1\]"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(home: Path, setting: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(home / "r.yaml", [setting])
+
+
 def test_another_drafter_in_the_same_folder_is_refused(home: Path, swept: Path, tmp_path: Path) -> None:
     other = Drafter(make_spec(vocab_size=300, mask_token_id=299, block_size=8), seed=1)
     save_drafter(other, tmp_path)
@@ -107,6 +135,16 @@ def test_a_drafter_for_another_target_is_refused(home: Path, tmp_path: Path) -> 
     save_drafter(Drafter(make_spec(hidden_size=16, n_heads=2, vocab_size=300), seed=0), tmp_path)
     with pytest.raises(CheckpointError, match=r"for another target: hidden_size is 16, the target's is 32"):
         evaluate(home, tmp_path / "run", f"evaluate.drafter={tmp_path}")
+
+
+def test_prompts_too_long_for_the_targets_positions_are_not_decoded(home: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = make_target(0, make_tokenizer(), vocab_size=300, rope_parameters=rope, max_position_embeddings=24)
+    save_target(tmp_path / "target", target)
+    # <|im_start|>user⏎ go go go go <|im_end|>⏎ <|im_start|>assistant⏎, 5 new tokens, a block of 8
+    longest = (1 + 5) + 12 + 2 + (1 + 10) + 5 + 8
+    with pytest.raises(TargetSettingError, match=rf"sequences of up to {longest} tokens would be decoded.*at most 24"):
+        evaluate(home, tmp_path / "run", f"target.model={tmp_path / 'target'}")
 
 
 def test_the_schedule_by_hand() -> None:

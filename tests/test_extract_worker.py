@@ -13,18 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from cache_schema.errors import CacheError, ShardRefused
+from cache_schema.errors import CacheError, ResponsesError, ShardRefused
 from cache_schema.marker import committed_shards
 from cache_schema.reader import FeatureCache
 from cache_schema.response_format import Response
 from cache_schema.storage import open_storage
 from cache_schema.verify import equal_caches
 from cache_schema.writer import ShardWriter
+from pipeline.extract_step import drive_extract
 from stages.capture import Captured, Way
+from stages.config import ExtractConfig, TargetConfig
+from stages.errors import TargetSettingError
 from stages.packing import Ids
 from stages.spot_check import chosen_sample
-from tests.tiny import VOCAB, Extraction, make_target, response, start_extraction
+from stages.target import Target
+from tests.tiny import SIZES, VOCAB, Extraction, make_target, model_of, response, start_extraction
 
 TARGET = make_target()
 RNG = np.random.default_rng(0)
@@ -118,6 +123,37 @@ def test_receipts_tell_how_batches_were_made_and_how_long_the_device_waited(tmp_
         assert 0 < r["device_busy_s"] <= r["seconds"]
     assert receipts[0]["device_wait_s"] < receipts[0]["seconds"]
     assert all(r["device_wait_s"] > 0 for r in receipts[1:])  # for reading and committing: one shard at a time
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -1])
+def test_token_ids_that_the_target_lacks_are_named(tmp_path: Path, wrong: int) -> None:
+    bad = response("bad", 4, 6)
+    bad.response_ids[3] = wrong
+    extraction = start_extraction(tmp_path, TARGET, [response("good", 4, 6), bad])
+    message = rf"sample bad has token id {wrong} at position 7, but target tiny has ids 0…{VOCAB - 1}"
+    with pytest.raises(ResponsesError, match=message):
+        extraction.run()
+    assert files_of(extraction) == []
+
+
+def test_a_worker_looks_at_the_caches_longest_sample_not_at_its_own(tmp_path: Path) -> None:
+    """So all workers of a run batch alike."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+    target = Target(model_of(LlamaConfig(**(SIZES | {"rope_parameters": rope}))), None, "roped")
+    short = [response("a", 5, 5)]
+    found = [start_extraction(tmp_path / str(n), target, short, max_length=n).worker.choice.way.name for n in (64, 65)]
+    assert found == ["packed", "single"]
+
+
+def test_heads_that_do_not_divide_end_the_run_before_any_process_starts(tmp_path: Path) -> None:
+    extraction = start(tmp_path / "run")
+    TARGET.config.save_pretrained(tmp_path / "target")
+    job = dataclasses.replace(
+        extraction.job, target=TargetConfig(model=str(tmp_path / "target")), extract=ExtractConfig(tensor_parallel=3)
+    )
+    with pytest.raises(TargetSettingError, match=r"extract\.tensor_parallel is 3.*num_key_value_heads 2"):
+        drive_extract(None, [], job, 0, None)  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_stopped_and_resumed_has_each_id_once(tmp_path: Path) -> None:

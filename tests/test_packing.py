@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import GPT2Config, LlamaConfig, OPTConfig
 
 from stages.agreement import disagreement
 from stages.capture import Captured, PackedWay, PaddedWay
-from stages.errors import TargetError
+from stages.errors import TargetError, TargetSettingError
 from stages.packed_attention import NotPackable, packed_attention, packed_pass, window_of
 from stages.packed_kernel import reach_of
 from stages.packing import MIN_SHARED, Ids, pack, packed_batches, padded_batches
 from stages.probe import WAYS, choose_way
 from stages.target import Target
-from tests.tiny import make_target
+from stages.target_limits import learned_positions, length_rope, require_divisible
+from tests.tiny import SIZES, make_target, model_of
 
 
 @st.composite
@@ -247,6 +250,86 @@ def test_a_target_whose_states_cannot_be_captured_is_refused(monkeypatch: pytest
     monkeypatch.setattr(target, "layers", nn.ModuleList(layers[-1:] + layers[:-1]))
     with pytest.raises(TargetError, match=r"not those of output_hidden_states.*packed: .*padded: .*single: "):
         choose_way(target, (1, 3))
+
+
+# --- positions --------------------------------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+GPT2 = GPT2Config(vocab_size=97, n_embd=32, n_layer=6, n_head=4, n_positions=48)
+
+
+def target_with(rope: dict[str, Any], **changes: Any) -> Target:
+    return Target(model_of(LlamaConfig(**(SIZES | {"rope_parameters": dict(rope)} | changes))), None, "roped")
+
+
+def test_samples_of_a_longrope_target_go_alone_where_one_may_be_long() -> None:
+    """Their rotation follows the longest of the pass, which the probe's few tokens cannot show."""
+    target = target_with(LONGROPE)
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(0, 97, n) for n in (43, 43, 110)]
+    choice = choose_way(target, (1, 3), max_length=128)
+    assert choice.way.name == "single"
+    assert "not packed or padded: its rope type longrope" in choice.reason
+    assert "64 tokens (original_max_position_embeddings), and cache.max_length is 128" in choice.reason
+    alone = choice.way.capture(samples[:1]).features(0)
+    together = PackedWay(target, (1, 3), False).capture(samples).features(0)
+    assert disagreement(together, alone, torch.float32) is not None  # what would have been committed
+    for batching in ("packed", "padded"):
+        with pytest.raises(TargetSettingError, match=rf"extract\.batching is '{batching}'.*longrope.*auto or single"):
+            choose_way(target, (1, 3), batching=batching, max_length=65)
+    assert choose_way(target, (1, 3), max_length=64).way.name == "packed"
+
+
+def test_a_dynamic_rope_is_refused_beyond_what_it_was_trained_on() -> None:
+    target = target_with(DYNAMIC, max_position_embeddings=64)
+    for batching in ("auto", "single"):
+        with pytest.raises(TargetSettingError, match=r"cache\.max_length is 65, .*rope type dynamic .*at most 64"):
+            choose_way(target, (1, 3), batching=batching, max_length=65)
+    assert choose_way(target, (1, 3), max_length=64).way.name == "packed"
+
+
+def test_ropes_that_depend_on_lengths_are_found_in_every_form_of_config() -> None:
+    def found(**fields: Any) -> tuple[str, int] | None:
+        rope = length_rope(SimpleNamespace(max_position_embeddings=256, **fields))
+        return None if rope is None else (rope.kind, rope.threshold)
+
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    assert found() is None
+    assert found(rope_parameters=plain | {"rope_type": "yarn", "factor": 2.0}) is None
+    assert found(rope_parameters={"full_attention": LONGROPE, "sliding_attention": plain}) == ("longrope", 64)
+    assert found(rope_parameters={"full_attention": LONGROPE, "sliding_attention": DYNAMIC}) == ("dynamic", 256)
+    assert found(rope_scaling={"type": "dynamic", "factor": 2.0}) == ("dynamic", 256)
+    outside = {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+    assert found(rope_scaling=outside, original_max_position_embeddings=32) == ("longrope", 32)
+
+
+def test_learned_positions_bound_the_samples() -> None:
+    target = Target(model_of(GPT2), None, "gpt2")
+    with pytest.raises(TargetSettingError, match=r"cache\.max_length is 49, .*gpt2 has a table of 48 learned"):
+        choose_way(target, (1, 3), max_length=49)
+    assert learned_positions(target) == 48
+    opt = OPTConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    assert learned_positions(Target(model_of(opt), None, "opt")) == 40
+    assert learned_positions(make_target()) is None
+
+
+@pytest.mark.parametrize(("processes", "fits"), [(1, True), (2, True), (3, False), (4, False)])
+def test_a_target_is_divided_only_where_every_process_gets_as_many_heads(processes: int, fits: bool) -> None:
+    config = make_target().config
+    if fits:
+        require_divisible(config, "tiny", processes)
+        return
+    message = rf"extract\.tensor_parallel is {processes}, but target tiny has num_attention_heads 4 and " \
+        r"num_key_value_heads 2; it must divide each of them \(1, 2\)"
+    with pytest.raises(TargetSettingError, match=message):
+        require_divisible(config, "tiny", processes)
 
 
 # --- tolerance --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from cache_schema.reader import FeatureCache
 from stages import checkpoint
-from stages.config import ConfigError, TrainConfig
+from stages.config import ConfigError, DrafterConfig, TrainConfig
 from stages.errors import TrainingStopped
 from tests.test_train import CONFIG, Killed, checkpoint_bytes, killed_at, make_cache, make_trainer, metrics
 
@@ -144,3 +144,25 @@ def test_elastic_training_is_a_range_of_ranks() -> None:
     assert _ranks(TrainConfig(workers=4, min_workers=2)) == (2, 4)
     with pytest.raises(ConfigError, match=r"train\.min_workers is 5.*1 … train\.workers \(4\)"):
         TrainConfig(workers=4, min_workers=5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"beta1": 1.0}, r"train\.beta1 is 1\.0.*\[0, 1\)"),
+        ({"beta2": -0.1}, r"train\.beta2 is -0\.1"),
+        ({"weight_decay": -0.5}, r"train\.weight_decay is -0\.5.*0 or above"),
+        ({"heldout_max": -1}, r"train\.heldout_max is -1"),
+        ({"max_restarts": -1}, r"train\.max_restarts is -1"),
+    ],
+)
+def test_settings_that_no_training_could_use(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TrainConfig(**change)
+
+
+@pytest.mark.parametrize("name", ["intermediate_size", "n_heads", "n_kv_heads", "head_dim"])
+def test_nought_is_not_the_targets_size(name: str) -> None:
+    nought: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigError, match=rf"drafter\.{name} is 0, but it must be above 0; leave it out for"):
+        DrafterConfig(**nought)

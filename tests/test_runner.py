@@ -627,3 +627,18 @@ def test_a_ray_that_does_not_start_in_time_is_started_again(monkeypatch: pytest.
     else:
         with pytest.raises(PipelineError, match="did not start in time, 3 times"), ensure_ray(num_cpus=1):
             pass
+
+
+@pytest.mark.parametrize("error", [ConnectionError("nothing answers."), ValueError("Invalid address format: x")])
+def test_a_ray_address_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    import ray
+
+    def init(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    words = rf"RAY_ADDRESS is '10.0.0.1:6379'.*{str(error).rstrip('.')}\. Check the address.*RAY_AUTH_MODE"
+    with pytest.raises(PipelineError, match=words), ensure_ray():
+        pass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +64,25 @@ def test_a_sweep_is_recipes_that_differ(tmp_path: Path) -> None:
         (("seeds: [0, 1]", "seeds: [1, 1]"), "seeds is .1, 1."),
         (("order: [base, deep]", "order: [base, deeper]"), "'Depth' names 'deeper'"),
         (("x: [1, 2]", "x: [1]"), "'Lines' has lines of another length"),
-        (("name: small", "nom: small"), "name"),
+        (("name: small", "nom: small"), "unknown key nom; did you mean name"),
+        (("expected: up", "expect: up"), "unknown key comparisons.1.expect; did you mean comparisons.1.expected"),
+        (("seeds: [0, 1]", "seeds: [0, -1]"), "settings.base with seed -1: seed is -1"),
+        (("seeds: [0, 1]", 'seeds: [0, "1"]'), "seeds.1: .*integer"),
+        ((SWEEP, ""), "s.yaml: found nothing, expected a mapping with the keys name, recipe"),
+        ((SWEEP, "- base"), "s.yaml: found a list, expected a mapping"),
     ],
 )
 def test_faults_of_a_sweep_are_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     assert change[0] in SWEEP
     with pytest.raises(RecipeError, match=message):
         load_sweep(write(tmp_path, SWEEP.replace(*change)))
+
+
+def test_any_run_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "base.yaml").write_text(f'{RECIPE}run: "123: [ü 😀] # a"\n')
+    sweep = load_sweep(path)
+    assert sweep.recipe("deep", 1).run == sweep.base.run == Path("123: [ü 😀] # a")
 
 
 def test_verdicts() -> None:
@@ -107,6 +121,32 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> list[Training]:
             )  # fmt: skip
             made.append(Training(setting, seed, out, job))
     return made
+
+
+def test_a_crash_ends_one_training_and_not_the_sweep(tmp_path: Path) -> None:
+    """The jobs are none, so that each training fails on an error that nobody raised on purpose."""
+    both = [Training("base", seed, tmp_path / str(seed), None) for seed in (0, 1)]
+    said: list[str] = []
+    with pytest.raises(PipelineError, match="2 of 2 trainings failed") as caught:
+        run_sweep(both, said.append)
+    assert sum("failed: crashed: AttributeError" in line for line in said) == 2
+    assert str(tmp_path / "1" / "crash.txt") in str(caught.value)
+    assert "Traceback" in (tmp_path / "1" / "crash.txt").read_text()
+
+
+def test_a_killed_process_is_a_failed_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers: int, mp_context: Any) -> None:
+            super().__init__(workers)
+
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool("a child process terminated abruptly"))
+            return future
+
+    monkeypatch.setattr(sweeping.concurrent.futures, "ProcessPoolExecutor", Pool)
+    with pytest.raises(PipelineError, match=r"1 of 1 trainings failed:\n  base, seed 0: a process was killed"):
+        run_sweep([Training("base", 0, tmp_path, None)], print, workers=2)
 
 
 def test_trainings_are_made_once_and_a_failed_one_is_named(

@@ -17,6 +17,7 @@ from cache_schema.errors import FingerprintMismatch
 from cache_schema.reader import FeatureCache
 from stages import checkpoint
 from stages.batch import TrainingSample, make_batch
+from stages.checkpoint_format import save_drafter
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
 from stages.dataset import SampleReader
 from stages.drafter import Drafter
@@ -25,7 +26,7 @@ from stages.objective import heldout_tau
 from stages.order import StepPlan
 from stages.replicas import Replicas
 from stages.target import Target
-from stages.train import FrozenEnds, Trainer, TrainJob, learning_rate, train_rank
+from stages.train import FrozenEnds, Trainer, TrainJob, learning_rate, train_rank, trained_spec
 from stages.world import World
 from tests.tiny import make_spec, make_target, make_tokenizer, response, save_target, start_extraction
 
@@ -143,6 +144,52 @@ def test_a_torn_checkpoint_is_never_picked(cache: FeatureCache, tmp_path: Path, 
     assert checkpoint_bytes(make_trainer(cache, tmp_path).run()) == before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 5}, {"fingerprint": "g" * 64}, {"skipped": {"s1": "no_anchor"}}, {"order": {"seed": 1}}, {"more": 1},
+        {"best": {"step": 4, "tau": 1.5}}, {"state_sha256": None},
+    ],
+)  # fmt: skip
+def test_an_altered_state_is_never_picked(tmp_path: Path, change: dict[str, Any]) -> None:
+    older = saved_checkpoint(tmp_path, 4)
+    file = saved_checkpoint(tmp_path, 6) / checkpoint.STATE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    found = checkpoint.newest_checkpoint(tmp_path, "f")
+    assert found is not None
+    assert found[0] == older
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": True}, {"step": "6"}, {"skipped": []}, {"skipped": {"s": 1}}, {"order": None}, {"fingerprint": 3},
+        {"sha256": []}, {"best": {"step": 1}}, {"best": [1, 2.0]}, {"best": {"step": 1, "tau": "high"}},
+    ],
+)  # fmt: skip
+def test_a_state_of_other_types_is_never_picked(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Though its hash is that of what it says."""
+    file = saved_checkpoint(tmp_path, 6) / checkpoint.STATE
+    state = json.loads(file.read_text()) | change
+    state["state_sha256"] = checkpoint._state_sha256(state)
+    file.write_text(json.dumps(state))
+    assert checkpoint.newest_checkpoint(tmp_path, "f") is None
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_never_picked(tmp_path: Path) -> None:
+    older = saved_checkpoint(tmp_path, 3)
+    saved_checkpoint(tmp_path, 6).rename(tmp_path / "step-000009")
+    found = checkpoint.newest_checkpoint(tmp_path, "f")
+    assert found is not None
+    assert found[0] == older
+
+
+def saved_checkpoint(folder: Path, step: int) -> Path:
+    drafter = Drafter(make_spec(), seed=0)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    return checkpoint.save_checkpoint(folder, checkpoint.Progress(step, "f"), Replicas(drafter, World()), optimizer)
+
+
 def test_a_changed_weight_is_noticed(cache: FeatureCache, tmp_path: Path) -> None:
     final = make_trainer(cache, tmp_path).run()
     raw = bytearray((final / checkpoint.MODEL).read_bytes())
@@ -188,6 +235,11 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_checkpoint(tmp_path, checkpoint.Progress(1, "f"), Replicas(drafter, World()), optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flex_attention_is_refused_without_a_gpu(cache: FeatureCache, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"train\.attention is flex, which needs a GPU.*on cpu.*grouped"):
+        make_trainer(cache, tmp_path, dataclasses.replace(CONFIG, attention="flex"))
 
 
 # --- what a step does --------------------------------------------------------------------------------------------
@@ -399,6 +451,19 @@ def test_a_rank_starts_from_files_alone(job: TrainJob) -> None:
     final = train_rank(job, World())
     assert final.name == "step-000002"
     assert len(load_file(final / checkpoint.MODEL)) == 11 + 3
+
+
+def test_a_rank_goes_on_from_a_drafter_with_its_windows(job: TrainJob, tmp_path: Path) -> None:
+    windows: dict[str, Any] = {"layer_types": ("sliding_attention",), "sliding_window": 2}
+    given = Drafter(dataclasses.replace(trained_spec(job), **windows), seed=9)
+    (tmp_path / "given").mkdir()
+    save_drafter(given, tmp_path / "given")
+    train = dataclasses.replace(job.train, init_from=str(tmp_path / "given"), lr=1e-9)
+    from_it = dataclasses.replace(job, train=train, folder=tmp_path / "train")
+    assert trained_spec(from_it) == given.spec
+    final = load_file(train_rank(from_it, World()) / checkpoint.MODEL)
+    for name, parameter in given.named_parameters():
+        torch.testing.assert_close(final[name], parameter.detach().bfloat16().float(), rtol=0, atol=1e-6)
 
 
 def test_a_cache_of_another_identity_is_refused(job: TrainJob) -> None:
