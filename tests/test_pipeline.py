@@ -81,7 +81,10 @@ def dflash_here(*args: str | Path) -> subprocess.CompletedProcess[str]:
     """The command in this process: for what ends before any worker is started."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = cli.guarded(lambda: cli.dflash.main(args=[*map(str, args)], prog_name="dflash", standalone_mode=False))
+        try:
+            code = cli.guarded(lambda: cli.dflash.main([*map(str, args)], prog_name="dflash", standalone_mode=False))
+        except SystemExit as left:  # what `verify` does where it has found something
+            code = int(left.code or 0)
     return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
