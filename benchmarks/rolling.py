@@ -31,7 +31,7 @@ Row = dict[str, Any]
 WATCH_S = 0.02
 TIMES = 10
 """The whole cache over the limit, at least."""
-_VOLATILE = ("seconds", "tokens_per_s", "data_wait_s")
+_VOLATILE = ("seconds", "tokens_per_s", "data_wait_s", "data_wait_share", "tflops", "peak_share")
 
 
 def main() -> None:
