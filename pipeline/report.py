@@ -14,10 +14,10 @@ from typing import Any
 
 from cache_schema.durable import write_atomic
 from pipeline.errors import PipelineError
+from pipeline.page import render_page
 from pipeline.report_evaluate import drafter_numbers, read_against, read_evaluate, side_by_side
 from pipeline.report_sections import Dropped, read_cache, read_responses, read_stages, read_train
 from pipeline.report_summary import summary_lines
-from pipeline.report_text import FILTERS, clean
 from pipeline.report_values import as_dict, finite, number, read_json
 
 __all__ = ["REPORT_VERSION", "collect_report", "render_report", "summary_lines", "write_report"]
@@ -88,24 +88,12 @@ def headline(report: dict[str, Any]) -> dict[str, Any]:
 
 def render_report(report: dict[str, Any]) -> str:
     """The HTML page of a collected report."""
-    import jinja2
-
     from pipeline.charts import draw_charts
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=clean,
-    )
-    environment.filters.update(FILTERS)
     charts = {chart.name: chart for chart in draw_charts(report)}
     drafters = report["evaluate"]["drafters"] if report["evaluate"] else {}
     trained = drafters.get("trained") or drafter_numbers({})
-    page = environment.get_template("report.html.j2")
-    return page.render(r=report, h=report["headline"], trained=trained, charts=charts)
+    return render_page("report.html.j2", r=report, h=report["headline"], trained=trained, charts=charts)
 
 
 def write_report(run: Path, recipe: dict[str, Any] | None = None, against: Path | None = None) -> Path:

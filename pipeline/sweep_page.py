@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_schema.durable import write_atomic
-from pipeline.report_text import FILTERS, clean
+from pipeline.page import render_page
 from pipeline.sweep import Training
 from pipeline.sweep_file import Comparison, Sweep
 
@@ -82,21 +82,10 @@ def judged(worse: str, better: str, taus: Taus) -> dict[str, Any] | None:
 
 def write_sweep_page(sweep: Sweep, trainings: Sequence[Training], out: Path) -> Path:
     """Write `sweep.html` and `sweep.json`, each atomically; returns the page's path."""
-    import jinja2
-
     from pipeline.sweep_charts import draw_comparisons
 
     data = collect_sweep(sweep, trainings)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=clean,
-    )
-    environment.filters.update(FILTERS)
-    page = environment.get_template("sweep.html.j2").render(s=data, charts=draw_comparisons(data))
+    page = render_page("sweep.html.j2", s=data, charts=draw_comparisons(data))
     write_atomic(out / "sweep.json", (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
     write_atomic(out / "sweep.html", page.encode("utf-8", "replace"))
     return out / "sweep.html"
