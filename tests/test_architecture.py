@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,3 +102,12 @@ def test_light_modules_stay_light(module: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "os" in modules or "typing" in modules  # so the look at what was loaded works
     assert not modules & set(HEAVY)
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_openmp_threads_sleep_unless_told_otherwise(given: str | None, then: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    code = "import sys, stages, os; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.strip() == then, found.stderr
