@@ -17,8 +17,9 @@ from transformers import DynamicCache
 
 from stages.anchors import stable_key
 from stages.config import GenerateConfig
-from stages.engine import Answer, Prompt, Refusal
+from stages.engine import CONTEXT_LENGTH, Answer, Prompt, Refusal
 from stages.target import Target
+from stages.target_limits import position_limit
 
 
 class TransformersEngine:
@@ -30,16 +31,32 @@ class TransformersEngine:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.limit = position_limit(target)
 
     def answer(
         self, prompts: Sequence[Prompt], config: GenerateConfig, *, seed: int, stop_ids: frozenset[int]
     ) -> list[Answer | Refusal]:
-        """See `engine.Engine`; the batches are a pure function of prompts and config."""
-        answers: dict[str, Answer] = {}
-        for batch in batches_by_length(prompts, config.batch_size):
+        """See `engine.Engine`; the batches are a pure function of prompts and config.
+
+        Refused is a prompt that could grow past the target's position limit: what it is answered there would depend
+        on the batch, or there are no positions for it.
+        """
+        outcomes: dict[str, Answer | Refusal] = {p.sample_id: refusal for p in prompts
+                                                 if (refusal := self._too_long(p, config))}
+        fitting = [p for p in prompts if p.sample_id not in outcomes]
+        for batch in batches_by_length(fitting, config.batch_size):
             made = answer_batch(self.target, batch, config, seed=seed, stop_ids=stop_ids)
-            answers.update((answer.sample_id, answer) for answer in made)
-        return [answers[p.sample_id] for p in prompts]
+            outcomes.update((answer.sample_id, answer) for answer in made)
+        return [outcomes[p.sample_id] for p in prompts]
+
+    def _too_long(self, prompt: Prompt, config: GenerateConfig) -> Refusal | None:
+        whole = len(prompt.ids) + config.max_new_tokens
+        if self.limit is None or whole <= self.limit.tokens:
+            return None
+        detail = (f"prompt of {len(prompt.ids)} tokens and generate.max_new_tokens {config.max_new_tokens} are "
+                  f"{whole}, but target {self.target.name} {self.limit.why}; answer it by a server "
+                  "(generate.engine: openai)")
+        return Refusal(prompt.sample_id, CONTEXT_LENGTH, detail)
 
 
 def batches_by_length(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

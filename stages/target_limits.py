@@ -109,6 +109,31 @@ def why_single(target: Target, max_length: int) -> str | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PositionLimit:
+    """How long a sequence may be that is decoded with a KV cache, alone or beside others.
+
+    Attributes:
+        tokens: prompt and everything behind it.
+        why: for messages; begins with a verb.
+    """
+
+    tokens: int
+    why: str
+
+
+def position_limit(target: Target) -> PositionLimit | None:
+    """The limit of a target with learned positions or with a rotation that depends on lengths; None for others."""
+    positions, rope = learned_positions(target), length_rope(target.text_config)
+    if positions is not None:
+        return PositionLimit(positions, f"has a table of {positions} learned positions (max_position_embeddings)")
+    if rope is None:
+        return None
+    why = (f"has rope type {rope.kind} with {rope.setting} {rope.threshold}: beyond that the longest sequence of a "
+           "pass decides how all are rotated, but keys in the cache keep their rotation")
+    return PositionLimit(rope.threshold, why)
+
+
 def require_decodable(target: Target, longest: int) -> None:
     """Refuse to decode sequences of `longest` tokens (prompt, new tokens and drafts) if positions would go wrong.
 
@@ -116,19 +141,13 @@ def require_decodable(target: Target, longest: int) -> None:
         TargetSettingError: the target knows too few positions, or keys in the cache would be of another rotation than
             later ones.
     """
-    positions, rope = learned_positions(target), length_rope(target.text_config)
-    if positions is not None and longest > positions:
-        limit, why = positions, f"has a table of {positions} learned positions (max_position_embeddings)"
-    elif rope is not None and longest > rope.threshold:
-        limit = rope.threshold
-        why = (f"has rope type {rope.kind} with {rope.setting} {limit}: beyond that the longest sequence of a pass "
-               "decides how all are rotated, but keys in the cache keep their rotation")
-    else:
+    limit = position_limit(target)
+    if limit is None or longest <= limit.tokens:
         return
     raise TargetSettingError(
-        f"target {target.name} {why}; sequences of up to {longest} tokens would be decoded (longest prompt, "
+        f"target {target.name} {limit.why}; sequences of up to {longest} tokens would be decoded (longest prompt, "
         f"evaluate.max_new_tokens and one block of drafts). Lower evaluate.max_new_tokens, or leave out the longest "
-        f"prompts, until the sum is at most {limit}"
+        f"prompts, until the sum is at most {limit.tokens}"
     )
 
 

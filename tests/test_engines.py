@@ -22,6 +22,7 @@ from stages.config import GenerateConfig, TargetConfig
 from stages.conversation import Conversation
 from stages.engine import Answer, EngineError, Prompt, Refusal
 from stages.engine_vllm import VllmEngine
+from stages.generate import TransformersEngine
 from tests.servers.completions import Change, CompletionServer, Drop, Request, Say
 from tests.tiny import RESPONSES_IDENTITY, make_target, make_tokenizer, save_target
 
@@ -230,3 +231,29 @@ def test_a_server_that_is_not_there_is_one_clear_message(
     assert done.returncode == 1
     assert "the server is down: http://127.0.0.1:9: cannot be reached (Connection refused)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+                              "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+          "max_position_embeddings": 24}, "dynamic"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_may_outgrow_the_rotation_is_refused_alone(changes: dict[str, Any], why: str) -> None:
+    """Else its length would decide what the other prompts of its batch are answered."""
+    target = make_target(**changes)
+    config = GenerateConfig(max_new_tokens=8, batch_size=4)
+    short, long = Prompt("short", list(range(5, 21))), Prompt("long", list(range(5, 22)))
+
+    def answered(prompts: list[Prompt]) -> list[Answer | Refusal]:
+        return TransformersEngine(target).answer(prompts, config, seed=0, stop_ids=frozenset())
+
+    refusal, answer = answered([long, short])
+    assert isinstance(refusal, Refusal)
+    assert (refusal.sample_id, refusal.reason) == ("long", "context_length")
+    assert why in refusal.detail
+    assert "prompt of 17 tokens and generate.max_new_tokens 8 are 25" in refusal.detail
+    assert [answer] == answered([short])
