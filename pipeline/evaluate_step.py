@@ -79,6 +79,11 @@ def _conversations(run: Run) -> tuple[list[Any], int]:
     return conversations, len(found.rejects) if found else 0
 
 
+def evaluation_prompts(run: Run) -> list[Any]:
+    """What `evaluate` decodes: of type `EvalPrompt`."""
+    return _rendered(run, _conversations(run)[0])
+
+
 def _rendered(run: Run, conversations: list[Any]) -> list[Any]:
     from stages.chat import render_prompt
     from stages.evaluate import EvalPrompt
@@ -148,7 +153,6 @@ def _bench(run: Run, drafter: Any, longest: int) -> Any:
     import torch
 
     from pipeline.evaluate_units import Bench
-    from stages.chat import end_of_turn_ids
     from stages.device import use_threads, worker_device
     from stages.drafter import Drafter
     from stages.sessions import check_target
@@ -158,14 +162,20 @@ def _bench(run: Run, drafter: Any, longest: int) -> Any:
     use_threads(config.threads)
     target = load_target(run.recipe.target, device=worker_device(), dtype=config.dtype)
     check_target(target, sampled=any(config.temperatures), ragged=max(config.batch_sizes) > 1, longest=longest)
-    stop_ids = end_of_turn_ids(
-        target.tokenizer,
-        getattr(target.model, "generation_config", None),
-        template_kwargs=run.recipe.target.chat_template_kwargs,
-    )
     drafters = {"trained": drafter} | (
         {"untrained": Drafter(drafter.spec, seed=run.recipe.seed)} if config.untrained else {}
     )
     for model in drafters.values():  # weights as they are exported: rounded to bfloat16
         model.to(torch.bfloat16).to(target.device, DTYPES[config.dtype]).requires_grad_(False)
-    return Bench(run, target, drafters, stop_ids, config.max_new_tokens)
+    return Bench(run, target, drafters, stop_ids_of(run, target), config.max_new_tokens)
+
+
+def stop_ids_of(run: Run, target: Any) -> frozenset[int]:
+    """Tokens that end the loaded target's response."""
+    from stages.chat import end_of_turn_ids
+
+    return end_of_turn_ids(
+        target.tokenizer,
+        getattr(target.model, "generation_config", None),
+        template_kwargs=run.recipe.target.chat_template_kwargs,
+    )
