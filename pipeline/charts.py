@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.charts_decoding import sizes_chart, split_chart
+from pipeline.charts_decoding import served_chart, sizes_chart, split_chart
 from pipeline.report_text import bytes_text, count_text, label, percent_text, seconds_text, shares
 from pipeline.report_values import as_dict, dict_rows, number, numbers
 from pipeline.svg import (
@@ -60,6 +60,7 @@ def draw_charts(report: dict[str, Any]) -> list[Chart]:
         "categories": category_chart,
         "split": split_chart,
         "sizes": sizes_chart,
+        "served": served_chart,
         "loss": loss_chart,
         "accuracy": accuracy_chart,
         "tau": tau_chart,

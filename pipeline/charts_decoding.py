@@ -81,3 +81,41 @@ def sizes_chart(report: dict[str, Any]) -> Drawn | None:
     label_ends(axes, ends)
     caption = f"Best is {'; '.join(said)}. Dots were measured, lines between them are interpolated; dashed is plain"
     return figure, "Block size by batch size", caption + "."
+
+
+def served_chart(report: dict[str, Any]) -> Drawn | None:
+    """Acceptance by position in a server beside ours, as `dflash check-serve` found it."""
+    served = as_dict(report.get("served"))
+    rows = dict_rows(served.get("positions"))
+    if not rows:
+        return None
+    figure = new_figure()
+    axes = figure.add_subplot()
+    x = [row["position"] for row in rows]
+    low, high = [row["low"] for row in rows], [row["high"] for row in rows]
+    axes.fill_between(x, low, high, color=TRAINED, alpha=0.2, linewidth=0)
+    axes.plot(x, [row["ours"] for row in rows], color=TRAINED)
+    for within, colour in ((True, INK), (False, UNTRAINED)):
+        some = [row for row in rows if row["within"] == within]
+        axes.plot([r["position"] for r in some], [r["server"] for r in some], linestyle="", marker="o", markersize=4.5,
+                  color=colour)  # fmt: skip
+    for height, text, colour in ((0.97, "ours, 95 % interval", TRAINED), (0.87, "the server", INK)):
+        axes.text(0.99, height, text, transform=axes.transAxes, ha="right", va="top", color=colour, fontweight="bold")
+    axes.set(xlabel="position in the block", ylabel="cycles that accepted it", ylim=(0, max(0.05, 1.1 * max(high))))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol="\u00a0%"))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return figure, "In a real server", _served_caption(served, rows)
+
+
+def _served_caption(served: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    name = f"vLLM {served['server_version']}" if served["server_version"] else "The server"
+    same, ties, n = (int(served.get(key) or 0) for key in ("identical", "ties", "prompts"))
+    within = sum(row["within"] for row in rows)
+    texts = f"{name} ({served['dtype']}) gives the same text with the drafter as without it for {same} of {n} prompts"
+    if ties:
+        texts += f", {ties} part at a tie within rounding"
+    if unexplained := n - same - ties:
+        texts += f", {unexplained} differ unexplained"
+    tau = served["tau"]
+    both = "" if None in tau.values() else f", with τ {tau['server']:.2f} over cycles there and {tau['ours']:.2f} here"
+    return f"{texts}; its acceptance is within our interval at {within} of {len(rows)} positions{both}."

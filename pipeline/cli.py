@@ -20,7 +20,7 @@ import click
 
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
-from pipeline import cache_work_cli
+from pipeline import cache_work_cli, serve_cli
 from pipeline.cache_cli import JsonOption, say
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
@@ -192,6 +192,7 @@ def sweep_command(sweep: Path, out: Path | None, workers: int, only: tuple[str, 
 
 
 dflash.add_command(cache_work_cli.cache_group)
+dflash.add_command(serve_cli.check_serve)
 
 
 def main(args: list[str] | None = None) -> None:

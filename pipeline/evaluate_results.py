@@ -37,7 +37,8 @@ def results_of(
     runs = {key: _numbers(bench, key, units) for key, units in columns.items()}
     chosen = {name: key for name in bench.drafters if (key := main_column(columns, name, block_size)) is not None}
     config = bench.run.recipe.evaluate
-    shown = ("block_sizes", "temperatures", "top_k", "top_p", "drafts", "batch_sizes", "benchmarks", "drafter")
+    shown = ("block_sizes", "temperatures", "top_k", "top_p", "drafts", "batch_sizes", "benchmarks", "drafter",
+             "checkpoint")  # fmt: skip
     main = chosen[MAIN]
     return {
         "block_size": main[1],

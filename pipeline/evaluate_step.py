@@ -23,7 +23,7 @@ def run_evaluate(run: Run) -> None:
     from stages.prompts import prompts_sha256
 
     recipe, folder = run.recipe, run.folder.evaluate
-    drafter, made_of = _drafter(run)
+    drafter, made_of, made = _drafter(run)
     conversations, n_rejected = _conversations(run)
     made_of |= {"evaluate": identity_fields(recipe.evaluate), "prompts_sha256": prompts_sha256(conversations)}
     fingerprint = run.pin("evaluate", folder, made_of)
@@ -32,7 +32,7 @@ def run_evaluate(run: Run) -> None:
     _require_unseen(run, conversations)
     prompts = _rendered(run, conversations)
     with run.stage("evaluate", fingerprint) as summary:
-        results = _evaluate(run, drafter, prompts)
+        results = _evaluate(run, drafter, prompts) | {"made_of": made}
         write_atomic(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
         write_atomic(folder / "schedule.json", (json.dumps(results["schedule"], indent=1) + "\n").encode())
         trained = results["drafters"]["trained"]
@@ -45,13 +45,14 @@ def run_evaluate(run: Run) -> None:
         }
 
 
-def _drafter(run: Run) -> tuple[Any, dict[str, Any]]:
-    """The drafter to evaluate, trained here or given as a folder, and what it is made of."""
+def _drafter(run: Run) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
+    """The drafter to evaluate, trained here or given as a folder; what it is made of; `Trained.made` of one trained
+    here."""
     given = run.recipe.evaluate.drafter
     if given is None:
         job = train_job(run)
-        drafter, weights_sha256 = trained_drafter(run, job)
-        return drafter, {"weights_sha256": weights_sha256, "train": job.fingerprint}
+        trained = trained_drafter(run, job)
+        return trained.drafter, {"weights_sha256": trained.weights_sha256, "train": job.fingerprint}, trained.made
     from cache_schema.identity import sha256_file
     from stages.checkpoint_format import load_drafter
     from stages.export_check import require_fit
@@ -61,7 +62,7 @@ def _drafter(run: Run) -> tuple[Any, dict[str, Any]]:
     drafter = load_drafter(folder)
     require_fit(drafter.spec, shape_of(load_config(run.recipe.target)), str(folder))
     config = json.loads((folder / "config.json").read_bytes())
-    return drafter, {"weights_sha256": sha256_file(folder / "model.safetensors"), "config": config}
+    return drafter, {"weights_sha256": sha256_file(folder / "model.safetensors"), "config": config}, None
 
 
 def _conversations(run: Run) -> tuple[list[Any], int]:
@@ -77,6 +78,11 @@ def _conversations(run: Run) -> tuple[list[Any], int]:
         for name in config.benchmarks:
             conversations += load_benchmark(name, config.benchmark_prompts)
     return conversations, len(found.rejects) if found else 0
+
+
+def evaluation_prompts(run: Run) -> list[Any]:
+    """What `evaluate` decodes: of type `EvalPrompt`."""
+    return _rendered(run, _conversations(run)[0])
 
 
 def _rendered(run: Run, conversations: list[Any]) -> list[Any]:
@@ -148,7 +154,6 @@ def _bench(run: Run, drafter: Any, longest: int) -> Any:
     import torch
 
     from pipeline.evaluate_units import Bench
-    from stages.chat import end_of_turn_ids
     from stages.device import use_threads, worker_device
     from stages.drafter import Drafter
     from stages.sessions import check_target
@@ -158,14 +163,20 @@ def _bench(run: Run, drafter: Any, longest: int) -> Any:
     use_threads(config.threads)
     target = load_target(run.recipe.target, device=worker_device(), dtype=config.dtype)
     check_target(target, sampled=any(config.temperatures), ragged=max(config.batch_sizes) > 1, longest=longest)
-    stop_ids = end_of_turn_ids(
-        target.tokenizer,
-        getattr(target.model, "generation_config", None),
-        template_kwargs=run.recipe.target.chat_template_kwargs,
-    )
     drafters = {"trained": drafter} | (
         {"untrained": Drafter(drafter.spec, seed=run.recipe.seed)} if config.untrained else {}
     )
     for model in drafters.values():  # weights as they are exported: rounded to bfloat16
         model.to(torch.bfloat16).to(target.device, DTYPES[config.dtype]).requires_grad_(False)
-    return Bench(run, target, drafters, stop_ids, config.max_new_tokens)
+    return Bench(run, target, drafters, stop_ids_of(run, target), config.max_new_tokens)
+
+
+def stop_ids_of(run: Run, target: Any) -> frozenset[int]:
+    """Tokens that end the loaded target's response."""
+    from stages.chat import end_of_turn_ids
+
+    return end_of_turn_ids(
+        target.tokenizer,
+        getattr(target.model, "generation_config", None),
+        template_kwargs=run.recipe.target.chat_template_kwargs,
+    )

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cache_schema.identity import sha256_json
-from pipeline.run import Run
-from pipeline.train_step import train_job, trained_drafter
+from pipeline.errors import PipelineError
+from pipeline.run import Run, read_object
+from pipeline.train_step import Trained, train_job, trained_drafter
 
 
 def _is_exported(run: Run) -> bool:
@@ -34,20 +35,41 @@ def run_export(run: Run) -> None:
     from stages.export import export_drafter
 
     job = train_job(run)
-    drafter, weights_sha256 = trained_drafter(run, job)
-    fingerprint = sha256_json({"weights_sha256": weights_sha256, "train": job.fingerprint})
+    trained = trained_drafter(run, job)
+    fingerprint = sha256_json({"weights_sha256": trained.weights_sha256, "train": job.fingerprint})
+    results = _results_of(run, trained)
     if run.is_done("export", fingerprint, lambda: _is_exported(run)):
         return
     with run.stage("export", fingerprint) as summary:
-        card = model_card(run.recipe, drafter.spec, job, run.folder)
-        export_drafter(drafter, run.folder.export, card=card)
+        card = model_card(run.recipe, job, trained, results)
+        export_drafter(trained.drafter, run.folder.export, card=card)
         weights = run.folder.export / "model.safetensors"
         summary |= {
-            "tensors": len(dict(drafter.named_parameters())),
+            "tensors": len(dict(trained.drafter.named_parameters())),
             "bytes": weights.stat().st_size,
             "sha256": sha256_file(weights),
+            "step": trained.step,
             "folder": str(run.folder.export),
         }
+
+
+def _results_of(run: Run, trained: Trained) -> dict[str, Any] | None:
+    """What `evaluate` measured of these very weights, or None if it measured none that were trained here.
+
+    Raises:
+        PipelineError: it measured those of another step.
+    """
+    results = read_object(run.folder.evaluate / "results.json")
+    made = results.get("made_of") if results is not None else None
+    if not isinstance(made, dict):
+        return None
+    if made != trained.made:
+        raise PipelineError(
+            f"{run.folder.evaluate}/results.json is of step {made.get('step')}, but export would write step "
+            f"{trained.step} (evaluate.checkpoint: {run.recipe.evaluate.checkpoint}); export what was evaluated, or "
+            "evaluate this one in another run folder"
+        )
+    return results
 
 
 def check_exported(run: Run, folder: Path | None = None) -> list[Any]:
@@ -59,14 +81,13 @@ def check_exported(run: Run, folder: Path | None = None) -> list[Any]:
         run: whose target the drafter must fit.
         folder: another drafter's folder; None takes what this run exported.
     """
-    from pipeline.errors import PipelineError
     from stages.export_check import check_export
     from stages.target import load_config, shape_of
 
     trained = None
     if folder is None:
         try:
-            trained, _ = trained_drafter(run, train_job(run))
+            trained = trained_drafter(run, train_job(run)).drafter
         except PipelineError:
             run.say("export: the trained weights are not there any more, so the export is not compared with them")
     return check_export(folder or run.folder.export, shape_of(load_config(run.recipe.target)), trained)

@@ -48,6 +48,10 @@ class RunFolder:
     def export(self) -> Path:
         return self.path / "export"
 
+    @property
+    def serve_check(self) -> Path:
+        return self.path / "serve-check"
+
     def done(self, stage: str) -> dict[str, Any] | None:
         """The status of a finished stage, or None.
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.folder import RunFolder
 from pipeline.recipe import Recipe
-from stages.drafter import DrafterSpec
+from pipeline.train_step import Trained
 
 
-def model_card(recipe: Recipe, spec: DrafterSpec, job: Any, folder: RunFolder) -> str:
-    """What the drafter is for, what it was trained on, how good it is, how to serve it."""
+def model_card(recipe: Recipe, job: Any, trained: Trained, results: dict[str, Any] | None) -> str:
+    """What the drafter is for, what it was trained on, how good it is, how to serve it.
+
+    Args:
+        recipe, job: what it was made with.
+        trained: the weights.
+        results: of their evaluation, if there is one.
+    """
+    spec = trained.drafter.spec
     speculative = {"method": "dflash", "model": "<this folder>", "num_speculative_tokens": spec.block_size - 1}
     layers = ", ".join(map(str, spec.feature_layer_ids))
     header = f"---\nlicense: {recipe.export.license}\n---\n" if recipe.export.license else ""
@@ -26,7 +32,8 @@ of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exact
 | recipe | {recipe.name} |
 | cache fingerprint | `{job.identity.fingerprint()}` |
 | training fingerprint | `{job.fingerprint}` |
-{_results(folder)}
+| step | {_step(recipe, trained)} |
+{_results(results)}
 ## Serving
 
     vllm serve {recipe.target.model} --speculative-config '{json.dumps(speculative)}'
@@ -35,11 +42,15 @@ of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exact
 """
 
 
-def _results(folder: RunFolder) -> str:
-    file = folder.evaluate / "results.json"
-    if not file.exists():
+def _step(recipe: Recipe, trained: Trained) -> str:
+    why = ", the best on held-out samples" if recipe.evaluate.checkpoint == "best" else ""
+    return f"{trained.step} of {trained.steps}{why}"
+
+
+def _results(results: dict[str, Any] | None) -> str:
+    if results is None:
         return "| τ | not evaluated yet |\n"
-    trained = json.loads(file.read_bytes())["drafters"]["trained"]
+    trained = results["drafters"]["trained"]
     rows = [f"| τ (greedy, {trained['prompts']} held-out prompts) | {trained['tau']:.2f} |"]
     rows += [f"| τ, {category} | {r['tau']:.2f} |" for category, r in trained["by_category"].items()]
     if trained["identical"] is not None:  # sampled outputs are not compared

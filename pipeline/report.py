@@ -17,6 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.page import render_page
 from pipeline.report_evaluate import drafter_numbers, read_against, read_evaluate, side_by_side
 from pipeline.report_sections import Dropped, read_cache, read_responses, read_stages, read_train
+from pipeline.report_served import read_served
 from pipeline.report_summary import summary_lines
 from pipeline.report_values import as_dict, finite, number, read_json
 
@@ -36,8 +37,8 @@ def collect_report(
         against: `results.json` of another run, to set beside this one's evaluation.
 
     Returns:
-        A dict of plain JSON values: `run`, `recipe`, `headline`, `responses`, `cache`, `train`, `evaluate`
-        (each None when that stage has left nothing yet), `against`, `stages`, `dropped` and `problems`.
+        A dict of plain JSON values: `run`, `recipe`, `headline`, `responses`, `cache`, `train`, `evaluate`,
+        `served` (each None when that stage has left nothing yet), `against`, `stages`, `dropped` and `problems`.
 
     Raises:
         PipelineError: the run folder does not exist, or `against` holds no results.
@@ -57,6 +58,7 @@ def collect_report(
         "cache": read_cache(cache, dropped, problems),
         "train": read_train(run / "train", problems),
         "evaluate": read_evaluate(run / "evaluate", problems),
+        "served": read_served(run / "serve-check", problems),
         "against": None,
         "stages": read_stages(run, problems),
         "dropped": dropped.rows(),

@@ -73,6 +73,7 @@ def drafter_numbers(found: dict[str, Any]) -> dict[str, Any]:
         **{name: number(found.get(name)) for name in NUMBERS},
         "by_category": _groups(found.get("by_category")),
         "by_difficulty": _groups(found.get("by_difficulty")),
+        "by_prompt_tokens": _groups(found.get("by_prompt_tokens")),
         "acceptance_histogram": numbers(found.get("acceptance_histogram")),
         "accept_by_slot": numbers(found.get("accept_by_slot")),
         "time_split": {p: v for p in PARTS if (v := number(split.get(p))) is not None},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,22 +132,45 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _final_checkpoint(run: Run, job: Any) -> Path | None:
-    """The checkpoint of the last step, or None when training has not come so far or the checkpoint is damaged."""
+def _final_checkpoint(run: Run, job: Any) -> tuple[Path, Any] | None:
+    """The checkpoint of the last step and its `Progress`, or None when training has not come so far or the checkpoint
+    is damaged."""
     from stages import checkpoint
 
     status = run.folder.done("train")
     newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
     if status is None or newest is None or newest[1].step != status["summary"].get("steps"):
         return None
-    return newest[0]
+    return newest
 
 
-def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
-    """The final drafter (float32) and the SHA-256 of its weights.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The drafter that is evaluated and exported.
+
+    Attributes:
+        drafter: float32.
+        weights_sha256: of its checkpoint's weights.
+        step: of its checkpoint.
+        steps: of the whole training.
+    """
+
+    drafter: Any
+    weights_sha256: str
+    step: int
+    steps: int
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """Which weights these are, JSON-able, for results and the model card."""
+        return {"weights_sha256": self.weights_sha256, "step": self.step, "steps": self.steps}
+
+
+def trained_drafter(run: Run, job: Any) -> Trained:
+    """The drafter of the checkpoint that `evaluate.checkpoint` chooses.
 
     Raises:
-        PipelineError: training has not finished.
+        PipelineError: training has not finished, or the best checkpoint was not kept.
     """
     from stages import checkpoint
     from stages.drafter import Drafter
@@ -154,12 +178,34 @@ def trained_drafter(run: Run, job: Any) -> tuple[Any, str]:
     from stages.train import trained_spec
     from stages.world import World
 
-    folder = _final_checkpoint(run, job)
-    if folder is None:
+    final = _final_checkpoint(run, job)
+    if final is None:
         raise PipelineError(
             f"{run.folder.train} has no intact checkpoint of the last step; run the train stage, it goes on where it "
             "stopped"
         )
+    folder, progress = final
+    if run.recipe.evaluate.checkpoint == "best":
+        folder = _best_checkpoint(run, job, progress)
     drafter = Drafter(trained_spec(job))
     checkpoint.load_weights(folder, Replicas(drafter, World()))
-    return drafter, json.loads((folder / checkpoint.STATE).read_text())["sha256"][checkpoint.MODEL]
+    state = json.loads((folder / checkpoint.STATE).read_text())
+    return Trained(drafter, state["sha256"][checkpoint.MODEL], state["step"], progress.step)
+
+
+def _best_checkpoint(run: Run, job: Any, progress: Any) -> Path:
+    from stages import checkpoint
+
+    folder = run.folder.train / "checkpoints"
+    if progress.best is None:
+        raise PipelineError(
+            f"evaluate.checkpoint is best, but {folder} knows of none: training looked at no held-out samples, or kept "
+            "none for it (train.heldout_share, train.heldout_every, train.keep_best); set evaluate.checkpoint to last"
+        )
+    found = checkpoint.checkpoint_at(folder, progress.best.step, job.fingerprint)
+    if found is None:
+        raise PipelineError(
+            f"evaluate.checkpoint is best, but {checkpoint.step_folder(folder, progress.best.step)}, of the best "
+            "simulated τ, is gone or damaged; set evaluate.checkpoint to last"
+        )
+    return found

@@ -142,6 +142,13 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] |
     return None
 
 
+def checkpoint_at(folder: Path, step: int, fingerprint: str) -> Path | None:
+    """The intact checkpoint of a step of this training, or None."""
+    found = step_folder(folder, step)
+    state = _intact_state(found)
+    return found if state is not None and state["fingerprint"] == fingerprint else None
+
+
 def _intact_state(folder: Path) -> dict[str, Any] | None:
     """What `state.json` says, or None when it or a file that it names is missing, torn, altered or another step's."""
     try:

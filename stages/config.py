@@ -327,6 +327,9 @@ class EvaluateConfig:
     """Prompts decoded together."""
     block_size: Literal["schedule"] | None = identity(None)
     """`schedule`: also follow the block-size schedule that the measurements give, by the number of rows at work."""
+    checkpoint: Literal["last", "best"] = identity("last")
+    """Which of the trained drafter's checkpoints is evaluated and exported: of the last step, or of the step with the
+    best simulated τ on the held-out samples (needs `train.keep_best`)."""
     untrained: bool = identity(True)
     """Also measure the drafter as it was before training, in the first setting only."""
     drafter: str | None = execution(None)

@@ -91,7 +91,7 @@ class DecodedBatch:
     drafter_kv_bytes: int
 
 
-class _Loop:
+class Loop:
     """One batch being decoded: the rows still at work, their sessions, their random numbers."""
 
     def __init__(
@@ -233,7 +233,7 @@ def decode_batch(
         TargetError: this target cannot be decoded in a batch.
     """
     size = 1 if drafter is None else block_size or drafter.spec.block_size
-    loop = _Loop(target, requests, drafter, size, max_new_tokens, stop_ids, sampling)
+    loop = Loop(target, requests, drafter, size, max_new_tokens, stop_ids, sampling)
     clock = Clock(target.device)
     loop.prefill()
     clock.lap("prefill")

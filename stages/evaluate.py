@@ -58,6 +58,7 @@ def record(target: Target, prompt: EvalPrompt, plain: Decoded, speculative: Deco
     """One response's row: acceptance lengths, times, and where a greedy output differs (None: nowhere)."""
     row = {
         "sample_id": prompt.sample_id, "category": prompt.category, "difficulty": prompt.difficulty,
+        "prompt_tokens": len(prompt.ids),
         "tau": speculative.tau, "cycles": speculative.cycles, "blocks": speculative.blocks,
         "tokens": len(speculative.ids), "plain_tokens": len(plain.ids),
         "speculative_s": speculative.decode_s, "plain_s": plain.decode_s,

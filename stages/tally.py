@@ -17,6 +17,9 @@ from stages.drafter import Drafter
 from stages.target import Target
 
 N_EXAMPLES = 2
+RESPONSE = ("sample_id", "category", "difficulty", "prompt_tokens", "tau", "tokens")
+SHORTEST = 32
+"""Prompts of fewer tokens are one group."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Tally:
             "tau": _mean([r["tau"] for r in rows]),
             "by_category": self._grouped(rows, "category"),
             "by_difficulty": self._grouped(rows, "difficulty"),
+            "by_prompt_tokens": self._by_length(rows),
             **acceptance(rows, self.block_size),
             "tokens_per_s": spec,
             "plain_tokens_per_s": plain,
@@ -49,7 +53,7 @@ class Tally:
             "draft_share": split["draft"],
             "verify_share": split["verify"],
             **_agreement(everything),
-            "responses": [{k: r[k] for k in ("sample_id", "category", "difficulty", "tau", "tokens")} for r in rows],
+            "responses": [{k: r[k] for k in RESPONSE if k in r} for r in rows],
             "examples": [r["example"] for r in sorted(rows, key=lambda r: -r["tau"])[:N_EXAMPLES]],
         }
 
@@ -57,8 +61,15 @@ class Tally:
         spent = sum(unit["speculative_s"] for unit in self.units)
         return {p: sum(u["parts"].get(p, 0.0) for u in self.units) / spent if spent else 0.0 for p in PARTS}
 
+    def _by_length(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `_grouped`, by the prompt's tokens, shortest first."""
+        known = sorted((r for r in rows if "prompt_tokens" in r), key=lambda r: r["prompt_tokens"])
+        named = [{**r, "length": bucket(r["prompt_tokens"])} for r in known]
+        found = self._grouped(named, "length")
+        return {name: found[name] for name in dict.fromkeys(r["length"] for r in named)}
+
     def _grouped(self, rows: Sequence[Mapping[str, Any]], by: str) -> dict[str, Any]:
-        """τ, responses and speed-up by category or difficulty; no speed-up where prompts were decoded together."""
+        """τ, responses and speed-up by a field of the rows; no speed-up where prompts were decoded together."""
         groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for row in rows:
             if row[by] is not None:
@@ -73,6 +84,12 @@ class Tally:
                 plain = _rate(units, "plain_s", "plain_tokens")
                 out[name]["speedup"] = _rate(units, "speculative_s", "tokens") / plain if plain else 0.0
         return out
+
+
+def bucket(n_tokens: int) -> str:
+    """A range of prompt lengths, from one power of two to the next."""
+    low = 1 << (n_tokens.bit_length() - 1)
+    return f"up to {SHORTEST - 1}" if low < SHORTEST else f"{low}–{2 * low - 1}"
 
 
 def acceptance(rows: Sequence[Mapping[str, Any]], block_size: int) -> dict[str, Any]:

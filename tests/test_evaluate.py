@@ -19,7 +19,7 @@ from stages.evaluate import (
     warm_up,
 )
 from stages.sampling import Sampling
-from stages.tally import Tally, acceptance, memory
+from stages.tally import Tally, acceptance, bucket, memory
 from tests.tiny import make_spec, make_target, make_tokenizer
 
 NEVER: frozenset[int] = frozenset()
@@ -45,7 +45,7 @@ def test_the_tally_by_hand() -> None:
         decoded([], [9], 0.0),
     ]
     for i, (category, p, f) in enumerate(zip(["math", "code", "math"], plain, fast, strict=True)):
-        prompt = EvalPrompt(f"p{i}", category, "text", [1], "hard" if i == 0 else None)
+        prompt = EvalPrompt(f"p{i}", category, "text", [1] * (100, 31, 1)[i], "hard" if i == 0 else None)
         tally.units.append(unit_record(target, [prompt], p, f, greedy=True))
     found = tally.results()
     assert found["tau"] == (3 + 1) / 2  # the third ended with its first token: no cycle
@@ -54,6 +54,10 @@ def test_the_tally_by_hand() -> None:
         "math": {"tau": 3.0, "responses": 1, "speedup": 3.0},
     }
     assert found["by_difficulty"] == {"hard": {"tau": 3.0, "responses": 1, "speedup": 3.0}}
+    assert list(found["by_prompt_tokens"].items()) == [
+        ("up to 31", {"tau": 1.0, "responses": 1, "speedup": 1.0}),
+        ("64–127", {"tau": 3.0, "responses": 1, "speedup": 3.0}),
+    ]
     assert found["acceptance_histogram"] == [2, 1, 0, 1]
     assert found["accept_by_slot"] == [0.5, 0.25, 0.25]
     assert found["full_blocks"] == 0.25
@@ -72,6 +76,11 @@ def test_the_tally_by_hand() -> None:
     assert found["ties"] == 0
     assert [e["sample_id"] for e in found["examples"]] == ["p0", "p1"]
     assert [(r["sample_id"], r["tau"]) for r in found["responses"]] == [("p0", 3.0), ("p1", 1.0)]
+
+
+def test_prompts_are_grouped_by_powers_of_two() -> None:
+    names = [bucket(n) for n in (1, 31, 32, 63, 64, 2047, 2048)]
+    assert names == ["up to 31", "up to 31", "32–63", "32–63", "64–127", "1024–2047", "2048–4095"]
 
 
 def test_a_tally_of_nothing_has_no_division_by_zero() -> None:

@@ -16,7 +16,7 @@ from tests.report_fixture import BLOCK, CATEGORIES, HOSTILE, N_SAMPLES, STEPS, w
 
 STAGES = ("generate", "extract", "train", "evaluate", "export")
 FIGURES = (
-    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
 )  # fmt: skip
 
 
@@ -85,6 +85,9 @@ def test_page_shows_every_figure_with_its_sentence_and_the_json_holds_the_same_n
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
     assert len(labels) == len(FIGURES)
     assert all(re.search(r"\d", label or "") for label in labels)
+    assert "gives the same text with the drafter as without it for 17 of 20 prompts, 2 part at a tie" in page.text
+    assert "By tokens of the prompt, trained" in page.text
+    assert "1 differ unexplained; its acceptance is within our interval at 6 of 7 positions" in page.text
     for text in ("1.03 → 3.87", "2.36×", "48 of 48", "duplicate_id", "truncated", "5.225"):
         assert text in page.text, text
 
@@ -189,7 +192,8 @@ def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path", ["recipe.json", "responses/responses.json", "responses/rejects.parquet", "cache/cache.json",
-             "cache/plan.parquet", "cache/commits/shard-00001.json", "evaluate/results.json", "status/train.json"],
+             "cache/plan.parquet", "cache/commits/shard-00001.json", "evaluate/results.json", "status/train.json",
+             "serve-check/results.json"],
 )  # fmt: skip
 def test_damaged_file_costs_its_numbers_and_not_the_report(tmp_path: Path, path: str) -> None:
     run = write_run(tmp_path / "run")

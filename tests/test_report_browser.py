@@ -22,7 +22,7 @@ from tests.report_fixture import write_run
 pytestmark = pytest.mark.browser
 
 FIGURES = (
-    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
 )  # fmt: skip
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",

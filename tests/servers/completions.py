@@ -79,6 +79,8 @@ class CompletionServer:
     n_tokens: Callable[[list[int]], int] = lambda ids: 4 + sum(ids) % 5
     behave: Callable[[Request], Action] = lambda request: None
     models: Action = None
+    pages: dict[str, Callable[[], Say]] = field(default_factory=dict)
+    """What else can be got, by path."""
     port: int = 0
     requests: list[Request] = field(default_factory=list)
     most_open: int = 0
@@ -173,6 +175,9 @@ def _handler(served: CompletionServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if page := served.pages.get(self.path):
+                self._send(page())
+                return
             served.n_listed += 1
             if isinstance(served.models, Change):
                 time.sleep(served.models.delay_s)
