@@ -21,15 +21,22 @@ VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 VLLM_NEEDED := $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_VENV)/.installed)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STAGES := generate extract train evaluate export run plan report
+# Jobs for a cluster: make submit-extract ADDRESS=http://head:8265 RECIPE=recipes/x.yaml
+JOBS := generate extract train evaluate export pipeline
+ADDRESS ?=
+SUBMIT_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
-    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode check-serve sweep $(STAGES)
+    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode check-serve sweep $(STAGES) \
+    $(JOBS:%=submit-%)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
 	@echo '  make STAGE RECIPE=recipes/x.yaml SET="train.lr=3e-4 …"'
 	@echo '                    one of: $(STAGES)'
+	@echo '  make submit-JOB ADDRESS=http://head:8265 RECIPE=recipes/x.yaml SET="…" SUBMIT_ARGS=--no-wait'
+	@echo '                    on a Ray cluster, one of: $(JOBS)'
 
 demo: $(STAMP) ## the whole pipeline on a small real model, with a report at the end
 	$(DFLASH) run recipes/demo.yaml
@@ -99,6 +106,14 @@ $(VLLM_VENV)/.installed:
 	    > $(VLLM_VENV)/requirements.txt
 	$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
 	@touch $@
+
+# Make prints the command. Where the cluster asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or
+# RAY_AUTH_TOKEN_PATH) come from the environment; nothing of it stands in the command. .rayignore keeps the upload small.
+$(JOBS:%=submit-%): submit-%: $(STAMP)
+	@test -n '$(ADDRESS)' || { \
+	    echo 'ADDRESS is missing: the dashboard of the cluster, as in make $@ ADDRESS=http://head:8265' >&2; exit 2; }
+	$(BIN)/ray job submit --address '$(ADDRESS)' --working-dir . $(SUBMIT_ARGS) -- \
+	    python -m jobs.$* --recipe '$(RECIPE)' $(SETTINGS)
 
 # The environment is made again only when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt

@@ -114,9 +114,10 @@ class Nodes:
         self.address: str = self._cluster.address
         self.alive: list[Any] = []
 
-    def add(self) -> None:
-        """One node more."""
-        self.alive.append(self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES))
+    def add(self, **options: Any) -> str:
+        """One node more, of one CPU unless `options` of `ray start` say otherwise; returns its id."""
+        self.alive.append(self._cluster.add_node(**{"num_cpus": 1, "object_store_memory": _STORE_BYTES, **options}))
+        return str(self.alive[-1].node_id)
 
     def kill(self, node: Any, hard: bool) -> None:
         """End a node's processes: `hard` by SIGKILL, so that the others must find out; else it says goodbye."""

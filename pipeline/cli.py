@@ -165,6 +165,29 @@ def plan_command(
     click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
 
 
+@dflash.command("simulate")
+@click.argument("rates", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--seed", type=int, help="Of the failures and the spread of times; the file's unless given.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.HTML", help="Also draw it.")
+@JsonOption
+def simulate_command(rates: Path, seed: int | None, page: Path | None, as_json: bool) -> None:
+    """Play a run at a size that is not here from the measured rates in RATES (recipes/simulate-64.yaml).
+
+    Wall time, throughput, idle GPUs, bytes stored, and work lost to failures, for every stage.
+    """
+    from dataclasses import replace
+
+    from pipeline.simulate import play
+    from pipeline.simulate_file import load_simulation
+    from pipeline.simulate_page import render_simulation, write_simulation_page
+
+    sim = load_simulation(rates)
+    result = play(sim if seed is None else replace(sim, seed=seed))
+    if page is not None:
+        write_simulation_page(result, page)
+    click.echo(json.dumps(result, indent=1) if as_json else render_simulation(result).rstrip())
+
+
 @dflash.command("sweep")
 @click.argument("sweep", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; runs/<name> unless given.")

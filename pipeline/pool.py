@@ -9,15 +9,43 @@ from typing import Any
 from pipeline.progress import Progress
 from pipeline.run import Run
 from pipeline.runner import ensure_ray, run_pool
+from stages.worker_config import WorkerConfig
 
 
-def worker_resources(threads: int | None, default: int = 1, gpu: bool = True) -> dict[str, float]:
-    """What Ray sets aside for one worker; a GPU if there is any and the worker computes on it."""
+def worker_resources(config: WorkerConfig, threads: int | None, gpu: bool = True) -> dict[str, Any]:
+    """Options of Ray for one actor; call it inside `ensure_ray()`.
+
+    Args:
+        config: of the stage.
+        threads: CPUs of a process that has no GPU.
+        gpu: whether it computes on a GPU if there is any.
+    """
+    gpus = gpus_of(config) if gpu else 0.0
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus} if gpus else {"num_cpus": float(threads or 1)}
+    if config.memory_bytes is not None:
+        options["memory"] = config.memory_bytes
+    if config.resources:
+        options["resources"] = dict(config.resources)
+    if config.label_selector:
+        options["label_selector"] = dict(config.label_selector)
+    return options
+
+
+def gpus_of(config: WorkerConfig) -> float:
+    """GPUs of one process: the recipe's number, or one if there is any, here or in the cluster."""
+    if config.gpus is not None:
+        return config.gpus
+    return 1.0 if n_gpus() else 0.0
+
+
+def n_gpus() -> int:
+    """GPUs of the Ray that is joined, or of this machine: the driver of a cluster often has none itself."""
+    import ray
     import torch
 
-    if gpu and torch.cuda.is_available():
-        return {"num_cpus": 1, "num_gpus": 1}
-    return {"num_cpus": float(threads or default)}
+    if ray.is_initialized():
+        return int(ray.cluster_resources().get("GPU", 0))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def cpus_of(workers: int, threads: int | None) -> int:
@@ -47,7 +75,7 @@ def drive_pool(
         todo: the units that are missing.
         build: makes a worker; given its `Member` in a group.
         have: units that are there already.
-        config: of the stage: `workers`, `threads`.
+        config: of the stage: `workers`, `threads`, and what each process needs.
         on_receipt: called with unit and receipt as each finishes.
         gpu: whether workers compute on a GPU if there is any.
         in_flight: units that a worker has at once.
@@ -67,7 +95,7 @@ def drive_pool(
             todo,
             build,
             n_workers=config.workers,
-            resources=worker_resources(config.threads, gpu=gpu),
+            resources=worker_resources(config, config.threads, gpu=gpu),
             progress=progress,
             label=unit,
             on_receipt=on_receipt,

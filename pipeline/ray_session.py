@@ -90,12 +90,15 @@ def _start_ray(options: dict[str, Any]) -> None:
                 ) from error
 
 
-def require_room(resources: Mapping[str, float], group_size: int = 1) -> None:
+def require_room(
+    amounts: Mapping[str, float], group_size: int = 1, label_selector: Mapping[str, str] | None = None
+) -> None:
     """Refuse what would wait for ever: on one machine nothing is ever added.
 
     Args:
-        resources: of one actor: `num_cpus`, `num_gpus`.
+        amounts: of one actor, by the name that nodes offer them under: `CPU`, `GPU`, `memory`, or a custom one.
         group_size: actors that one worker consists of; they must fit at once.
+        label_selector: labels of the nodes that may be used.
 
     Raises:
         PipelineError: not even one worker fits.
@@ -105,11 +108,17 @@ def require_room(resources: Mapping[str, float], group_size: int = 1) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return  # a cluster may still grow
     have = ray.cluster_resources()
-    for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = resources.get(option, 0) * group_size
+    of_group = f" ({group_size} processes)" if group_size > 1 else ""
+    for name, amount in amounts.items():
+        needed = amount * group_size
         if needed > have.get(name, 0):
-            of_group = f" ({group_size} processes)" if group_size > 1 else ""
+            setting = {"CPU": "threads", "GPU": "gpus", "memory": "memory_bytes"}.get(name, "resources")
             raise PipelineError(
                 f"a worker{of_group} needs {needed:g} {name}, but this machine offers Ray {have.get(name, 0):g}: "
-                f"lower the recipe's threads, or set RAY_ADDRESS to a cluster that has them"
+                f"lower the recipe's {setting}, or set RAY_ADDRESS to a cluster that has them"
             )
+    if label_selector:
+        raise PipelineError(
+            f"a worker{of_group} wants a node with the labels {dict(label_selector)}, but this is one machine of its "
+            "own: leave the recipe's label_selector out, or set RAY_ADDRESS to a cluster whose nodes have labels"
+        )

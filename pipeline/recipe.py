@@ -135,7 +135,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: found {_kind(raw)}, expected a mapping with the keys {', '.join(_file_keys())}")
     for override in overrides:
         _apply(raw, override)
-    faults = [*_unknown_keys(raw, Recipe, "")]
+    faults = [*unknown_keys(raw, Recipe, "")]
     values, more = _validated(raw)
     if faults or more:
         where = " ".join([str(path), *(f"--set {o}" for o in overrides)])
@@ -149,9 +149,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 @functools.cache
 def _types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved type, `base` left out: it is no key of the file."""
+    """Field name -> resolved type, inherited ones last, `base` left out: it is no key of the file."""
     hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "base"}
+    own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in vars(cls).get("__annotations__", {}))
+    return {f.name: hints[f.name] for f in own if f.name != "base"}
 
 
 def _file_keys() -> list[str]:
@@ -170,18 +171,18 @@ def _item_type(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 
-def _unknown_keys(raw: Any, kind: Any, prefix: str) -> Iterator[str]:
+def unknown_keys(raw: Any, kind: Any, prefix: str) -> Iterator[str]:
     """One fault per key of `raw` that the config `kind` does not have, sections and lists included."""
     kind = _without_none(kind)
     item = _item_type(kind)
     if item is not None and isinstance(raw, list):
         for i, value in enumerate(raw):
-            yield from _unknown_keys(value, item, f"{prefix}{i}.")
+            yield from unknown_keys(value, item, f"{prefix}{i}.")
     elif dataclasses.is_dataclass(kind) and isinstance(raw, dict):
         known = _types(typing.cast(type, kind))
         for key, value in raw.items():
             if key in known:
-                yield from _unknown_keys(value, known[key], f"{prefix}{key}.")
+                yield from unknown_keys(value, known[key], f"{prefix}{key}.")
             else:
                 yield f"unknown key {prefix}{key}; {_nearest(str(key), prefix, known)}"
 
@@ -213,7 +214,7 @@ def _validated(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             # Strict JSON: a list is a tuple, an integer is a float, and nothing else is converted.
             values[name] = _adapter(kind).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
-            faults += [_fault(name, dict(e)) for e in error.errors(include_url=False)]
+            faults += [fault_text(name, dict(e)) for e in error.errors(include_url=False)]
         except ConfigError as error:
             faults.append(str(error))
     return values, faults
@@ -248,8 +249,9 @@ _EXPECTED = {
 }
 
 
-def _fault(section: str, error: dict[str, Any]) -> str:
-    key = ".".join([section, *map(str, error["loc"])])
+def fault_text(section: str, error: dict[str, Any]) -> str:
+    """One fault of a file, from pydantic's account of it; `section` is what it was looking at."""
+    key = ".".join([*([section] if section else []), *map(str, error["loc"])])
     if error["type"] == "missing":
         return f"{key} is missing; it has no default"
     expected = _EXPECTED.get(error["type"]) or error.get("ctx", {}).get("expected") or error["msg"]

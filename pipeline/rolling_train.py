@@ -32,7 +32,7 @@ from cache_schema.storage import Storage, open_storage
 from pipeline.errors import PipelineError
 from pipeline.extract_step import QuarantineGuard, drive_extract
 from pipeline.follow import follow_metrics
-from pipeline.pool import cpus_of, worker_resources
+from pipeline.pool import cpus_of, n_gpus, worker_resources
 from pipeline.report_text import bytes_text
 from pipeline.rolling import RollingSchedule, require_room, shard_sizes, what_is_seen
 from pipeline.rolling_feed import RollingFeed
@@ -44,6 +44,7 @@ from stages.rolling import POSITION, Rolling, write_position
 from stages.target import load_config, shape_of
 from stages.train import TrainJob
 from stages.train_ray import train_with_ray
+from stages.worker_config import WorkerConfig
 
 
 def is_rolling(run: Run, plan: ShardPlan, identity: CacheIdentity) -> bool:
@@ -154,13 +155,13 @@ def train_rolling(run: Run, job: TrainJob, cache: FeatureCache, steps: StepPlan,
                       recipe.train.shard_wait_s)
     rolling.stop_file.unlink(missing_ok=True)
     extraction = _Extraction(run, feed, _extract_job(run, job.identity, run.cache), rolling.stop_file)
-    gpus = _gpu_share(recipe.train.workers + recipe.extract.workers)
     n_cpus = cpus_of(recipe.train.workers, recipe.train.threads) + 1
     with (
         ensure_ray(num_cpus=n_cpus + cpus_of(recipe.extract.workers, recipe.extract.threads)),
         follow_metrics(job.folder / "metrics.jsonl", steps.n_steps, done),
         extraction,
     ):
+        gpus = _gpu_share(recipe.train, recipe.train.workers + recipe.extract.workers)
         try:
             train_with_ray(dataclasses.replace(job, rolling=rolling), storage=job.folder / "ray", gpus_per_worker=gpus)
         except Exception:
@@ -170,12 +171,17 @@ def train_rolling(run: Run, job: TrainJob, cache: FeatureCache, steps: StepPlan,
     return feed.counts.summary(schedule.max_bytes)
 
 
-def _gpu_share(workers: int) -> float:
-    """GPUs of each worker when training and extraction share those of this machine; 0 without any."""
-    import torch
+def _gpu_share(config: WorkerConfig, workers: int) -> float:
+    """GPUs of each process: the recipe's number, or a part of those that training and extraction share.
 
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return 1 / math.ceil(workers / n_gpus) if n_gpus else 0
+    Args:
+        config: of train or extract.
+        workers: processes of both.
+    """
+    if config.gpus is not None:
+        return config.gpus
+    have = n_gpus()
+    return 1 / math.ceil(workers / have) if have else 0.0
 
 
 class _Extraction:
@@ -188,9 +194,9 @@ class _Extraction:
 
     def _work(self) -> None:
         config = self.run.recipe.extract
-        share = _gpu_share(self.run.recipe.train.workers + config.workers)
-        resources = worker_resources(config.threads) | ({"num_gpus": share} if share else {})
         try:
+            share = _gpu_share(config, self.run.recipe.train.workers + config.workers)
+            resources = worker_resources(config, config.threads) | ({"num_gpus": share} if share else {})
             run_pool(
                 self.feed, functools.partial(ExtractWorker, self.job), n_workers=config.workers, resources=resources,
                 progress=_Lines(self.run.say), label="shard", on_receipt=self.feed.take, stage="extract",

@@ -38,7 +38,7 @@ from pipeline.feed import Feed, Listed, Shown, Silent
 from pipeline.host import Receipt, Worker
 from pipeline.pool_loop import Pool, PoolKind
 from pipeline.ray_session import ensure_ray, require_room
-from pipeline.seats import SeatKind
+from pipeline.seats import SeatKind, amounts_of
 from pipeline.tasks import unit_name
 
 __all__ = ["Feed", "Receipt", "Shown", "Worker", "ensure_ray", "run_pool", "unit_name"]
@@ -49,7 +49,7 @@ def run_pool(
     build_worker: Callable[..., Worker],
     *,
     n_workers: int,
-    resources: Mapping[str, float],
+    resources: Mapping[str, Any],
     progress: Shown | None = None,
     max_attempts: int = 3,
     label: str = "unit",
@@ -65,7 +65,7 @@ def run_pool(
         units: small and picklable; each is named by its `name`, else by its text. Or a feed of such.
         build_worker: makes the worker inside the actor, once; picklable. In a group it is given its `Member`.
         n_workers: workers at most (never more than units).
-        resources: of one actor: `num_cpus`, `num_gpus`.
+        resources: Ray's options for one actor: `num_cpus`, `num_gpus`, `memory`, `resources`, `label_selector`.
         progress: counts finished units and failed attempts; the caller closes it.
         max_attempts: attempts per unit before it counts as poison.
         label: what a unit is called: "shard", "part".
@@ -92,7 +92,7 @@ def run_pool(
         if not units:
             return []
         n_workers = min(n_workers, len(units))
-    require_room(resources, group_size)
+    require_room(amounts_of(resources), group_size, resources.get("label_selector"))
     # Names of actors are unique in a namespace, and two runs on one cluster must not meet.
     namespace = f"dflash-{stage or label}-{secrets.token_hex(4)}"
     seats = SeatKind(resources=dict(resources), size=group_size, in_flight=in_flight, namespace=namespace)

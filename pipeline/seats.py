@@ -23,16 +23,23 @@ class SeatKind:
     """What all seats of a pool have in common.
 
     Attributes:
-        resources: of one actor: `num_cpus`, `num_gpus`.
+        resources: Ray's options for one actor: `num_cpus`, `num_gpus`, `memory`, `resources`, `label_selector`.
         size: actors of a seat.
         in_flight: units that a seat has at once.
         namespace: of Ray, where the actors' names are unique: each pool has its own.
     """
 
-    resources: Mapping[str, float]
+    resources: Mapping[str, Any]
     size: int = 1
     in_flight: int = 1
     namespace: str = "dflash"
+
+
+def amounts_of(options: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor with these options takes, by the name that Ray's nodes offer it under."""
+    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    amounts = {names[option]: n for option, n in options.items() if option in names and n}
+    return amounts | dict(options.get("resources", {}))
 
 
 class Seat:
@@ -61,6 +68,7 @@ class Seat:
         name = self.name if kind.size == 1 else f"{self.name}-rank-{rank}"
         options: dict[str, Any] = dict(kind.resources)
         if kind.size > 1:
+            options.pop("label_selector", None)  # the group has chosen the node
             options["scheduling_strategy"] = self._place_in_group(rank)
         return ray.remote(Host).options(
             name=name, namespace=kind.namespace, max_restarts=0, max_concurrency=kind.in_flight, **options
@@ -72,9 +80,10 @@ class Seat:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._group is None:
-            names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-            bundle = {names.get(option, option): n for option, n in self.kind.resources.items() if n}
-            self._group = ray.util.placement_group([bundle] * self.kind.size, strategy="STRICT_PACK")
+            size, labels = self.kind.size, self.kind.resources.get("label_selector")
+            where: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
+            bundles = [amounts_of(self.kind.resources)] * size
+            self._group = ray.util.placement_group(bundles, strategy="STRICT_PACK", **where)
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.extract_step import cache_identity
-from pipeline.pool import cpus_of
+from pipeline.pool import cpus_of, gpus_of
 from pipeline.recipe import Recipe
 from pipeline.run import Run, say_resume
 from pipeline.runner import ensure_ray
@@ -69,8 +69,6 @@ def run_train(run: Run) -> None:
     Raises:
         CacheError, FingerprintMismatch, TrainingError: see the stages.
     """
-    import torch
-
     from cache_schema.reader import FeatureCache
     from pipeline.follow import follow_metrics
     from pipeline.rolling_train import is_rolling, train_rolling
@@ -98,12 +96,11 @@ def run_train(run: Run) -> None:
         if done < plan.n_steps and rolling:
             summary |= train_rolling(run, job, cache, plan, done)
         elif done < plan.n_steps:
-            gpus = 1 if torch.cuda.is_available() else 0
             with (
                 ensure_ray(num_cpus=cpus_of(recipe.train.workers, recipe.train.threads) + 1),
                 follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
             ):
-                train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus)
+                train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus_of(recipe.train))
         summary |= _train_summary(run, plan.n_steps)
 
 

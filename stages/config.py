@@ -18,6 +18,7 @@ from cache_schema.errors import DFlashError
 from cache_schema.quantized import QUANTISED, FeatureFormat
 from stages.fields import ConfigError, execution, identity, identity_fields, require, require_threads
 from stages.train_config import DistillConfig, DrafterConfig, TrainConfig
+from stages.worker_config import WorkerConfig
 
 __all__ = [
     "PROFILES", "CacheConfig", "ConfigError", "DistillConfig", "DrafterConfig", "EvaluateConfig", "ExportConfig",
@@ -100,7 +101,7 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig:
+class GenerateConfig(WorkerConfig):
     """How the target answers."""
 
     mode: Literal["regenerate", "keep"] = identity("regenerate")
@@ -158,6 +159,7 @@ class GenerateConfig:
         require(self.batch_size > 0, "generate.batch_size", self.batch_size, "it must be above 0")
         require(self.workers > 0, "generate.workers", self.workers, "it must be above 0")
         require_threads("generate", self.threads)
+        self.require_worker("generate")
 
     def _require_servers(self) -> None:
         rule = "engine openai needs at least one, such as http://127.0.0.1:8000"
@@ -270,7 +272,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExtractConfig:
+class ExtractConfig(WorkerConfig):
     """How the hidden states are taken from the target."""
 
     batch_tokens: int | None = execution(None)
@@ -297,6 +299,7 @@ class ExtractConfig:
         rule = "it must be above 0 (1: every worker holds the whole target)"
         require(self.tensor_parallel > 0, "extract.tensor_parallel", self.tensor_parallel, rule)
         require_threads("extract", self.threads)
+        self.require_worker("extract")
         share = self.max_quarantined_share
         require(0 <= share <= 1, "extract.max_quarantined_share", share, "it must be in [0, 1]")
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Literal
 
 from stages.fields import ConfigError, execution, identity, require, require_threads
+from stages.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(WorkerConfig):
     """Training as in the specification, section 3."""
 
     anchors: int = identity(512)
@@ -148,6 +149,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_threads("train", self.threads)
+        self.require_worker("train")
         for name in ("anchors", "lr", "epochs", "batch_samples", "micro_samples", "workers", "checkpoint_every",
                      "heldout_every", "keep_checkpoints", "log_every", "clip", "window_shards", "passes_per_window",
                      "shard_wait_s"):

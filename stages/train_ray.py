@@ -82,6 +82,28 @@ def _ranks(config: TrainConfig) -> Any:
     return config.min_workers, config.workers
 
 
+def _scaling(config: TrainConfig, gpus: float) -> Any:
+    """What Ray Train sets aside for the ranks, and where.
+
+    Raises:
+        TrainingError: this Ray cannot do what the recipe asks for.
+    """
+    from ray.train import ScalingConfig
+
+    resources: dict[str, float] = {"CPU": config.threads or 1, **config.resources}
+    if gpus:
+        resources["GPU"] = gpus
+    if config.memory_bytes is not None:
+        resources["memory"] = config.memory_bytes
+    options: dict[str, Any] = {"label_selector": dict(config.label_selector)} if config.label_selector else {}
+    if options and not hasattr(ScalingConfig, "label_selector"):
+        raise TrainingError(
+            f"train.label_selector is {config.label_selector}, but this version of Ray cannot choose a training's "
+            "nodes by their labels; install ray 2.60 or newer, or use train.resources"
+        )
+    return ScalingConfig(num_workers=_ranks(config), use_gpu=gpus > 0, resources_per_worker=resources, **options)
+
+
 def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) -> None:
     """Train on `job.train.workers` ranks; returns when the final checkpoint is written.
 
@@ -94,21 +116,17 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         TrainingError: the ranks failed, more often than `max_restarts` allows, or with an error that no retry mends.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     job.folder.mkdir(parents=True, exist_ok=True)
     failure = job.folder / f"failure.{random_tag()}.txt"
-    resources: dict[str, float] = {"CPU": job.train.threads or 1}
-    if gpus_per_worker:
-        resources["GPU"] = gpus_per_worker
     trainer = TorchTrainer(
         _rank,
         train_loop_config={"job": job, "failure": failure.name},
         # While one rank waits for a shard, the others wait for that rank.
         torch_config=TorchConfig(timeout_s=_PATIENCE_S + round(job.rolling.wait_s if job.rolling else 0)),
-        scaling_config=ScalingConfig(num_workers=_ranks(job.train), use_gpu=gpus_per_worker > 0,
-                                     resources_per_worker=resources),
+        scaling_config=_scaling(job.train, gpus_per_worker),
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),
     )
