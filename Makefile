@@ -14,6 +14,7 @@ PACKAGES := cache_schema stages pipeline jobs
 # Settings on the command line: make train RECIPE=recipes/demo.yaml SET="train.lr=3e-4 train.epochs=2"
 RECIPE ?= recipes/demo.yaml
 SET ?=
+TEST_PROCESSES ?= 2
 SETTINGS := $(foreach s,$(SET),--set '$(s)')
 # For check-serve: the Python of an environment with vLLM; without one, its CPU build is installed in build/.
 VLLM_VENV := build/vllm-venv
@@ -44,7 +45,8 @@ demo: $(STAMP) ## the whole pipeline on a small real model, with a report at the
 test: lint types ## lint, types and all tests
 	@for p in $(PACKAGES) benchmarks tests; do \
 	    printf '%-14s %6d lines of Python\n' $$p "$$(find $$p -name '*.py' -exec cat {} + | wc -l)"; done
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder \
+	    --durations=15 $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -11,24 +11,18 @@ of: identity fields only, so that execution settings never reach a fingerprint.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import json
 import re
-import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
+from pipeline.checked_yaml import checked, fields_of, item_type, nearest, read_mapping, value_text, without_none
 from pipeline.errors import RecipeError
 from pipeline.yaml_text import parse_yaml
 from stages.config import (
     CacheConfig,
-    ConfigError,
     DrafterConfig,
     EvaluateConfig,
     ExportConfig,
@@ -126,145 +120,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             fault with file, dotted key, what was found and what was expected.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: the recipe cannot be read: {error}") from error
-    raw = parse_yaml(text, where=str(path))
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: found {_kind(raw)}, expected a mapping with the keys {', '.join(_file_keys())}")
+    raw = read_mapping(path, "recipe", Recipe)
     for override in overrides:
         _apply(raw, override)
-    faults = [*unknown_keys(raw, Recipe, "")]
-    values, more = _validated(raw)
-    if faults or more:
-        where = " ".join([str(path), *(f"--set {o}" for o in overrides)])
-        raise RecipeError("\n".join(f"{where}: {fault}" for fault in [*faults, *more]))
+    where = " ".join([str(path), *(f"--set {o}" for o in overrides)])
+    values = checked(raw, Recipe, where=where, optional=frozenset({"run"}))
     values.setdefault("run", Path("runs") / values["name"])
     return Recipe(**values, base=path.parent)
-
-
-# --- checking -----------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved type, inherited ones last, `base` left out: it is no key of the file."""
-    hints = typing.get_type_hints(cls)
-    own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in vars(cls).get("__annotations__", {}))
-    return {f.name: hints[f.name] for f in own if f.name != "base"}
-
-
-def _file_keys() -> list[str]:
-    return list(_types(Recipe))
-
-
-def _without_none(kind: Any) -> Any:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return next(a for a in typing.get_args(kind) if a is not types.NoneType)
-    return kind
-
-
-def _item_type(kind: Any) -> Any:
-    """Type of the items when `kind` is `tuple[X, ...]`, else None."""
-    kind = _without_none(kind)
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
-
-
-def unknown_keys(raw: Any, kind: Any, prefix: str) -> Iterator[str]:
-    """One fault per key of `raw` that the config `kind` does not have, sections and lists included."""
-    kind = _without_none(kind)
-    item = _item_type(kind)
-    if item is not None and isinstance(raw, list):
-        for i, value in enumerate(raw):
-            yield from unknown_keys(value, item, f"{prefix}{i}.")
-    elif dataclasses.is_dataclass(kind) and isinstance(raw, dict):
-        known = _types(typing.cast(type, kind))
-        for key, value in raw.items():
-            if key in known:
-                yield from unknown_keys(value, known[key], f"{prefix}{key}.")
-            else:
-                yield f"unknown key {prefix}{key}; {_nearest(str(key), prefix, known)}"
-
-
-def _nearest(key: str, prefix: str, known: Mapping[str, Any]) -> str:
-    """A hint at the key that was meant: the nearest here, or the same word in another section."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {prefix}{close[0]}?"
-    for section, kind in _types(Recipe).items():
-        if dataclasses.is_dataclass(kind) and key in _types(typing.cast(type, kind)):
-            return f"did you mean {section}.{key}?"
-    return f"known keys here are {', '.join(known)}"
-
-
-def _validated(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The recipe's fields, and the faults of those that do not fit."""
-    values: dict[str, Any] = {}
-    faults: list[str] = []
-    required = {f.name for f in dataclasses.fields(Recipe) if _has_no_default(f)} - {"run"}
-    for name, kind in _types(Recipe).items():
-        if name not in raw and name in required:
-            faults.append(f"{name} is missing; expected {_expected_of(kind)}")
-        if name not in raw:
-            continue
-        # An empty section, all its lines commented out, means its defaults.
-        value = {} if raw[name] is None and dataclasses.is_dataclass(kind) else raw[name]
-        try:
-            # Strict JSON: a list is a tuple, an integer is a float, and nothing else is converted.
-            values[name] = _adapter(kind).validate_json(json.dumps(value), strict=True)
-        except ValidationError as error:
-            faults += [fault_text(name, dict(e)) for e in error.errors(include_url=False)]
-        except ConfigError as error:
-            faults.append(str(error))
-    return values, faults
-
-
-@functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(typing.cast(Any, kind))
-
-
-def _has_no_default(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _expected_of(kind: Any) -> str:
-    if dataclasses.is_dataclass(kind):
-        cls = typing.cast(type, kind)
-        needed = [f.name for f in dataclasses.fields(cls) if _has_no_default(f)]
-        return f"a section with at least {' and '.join(needed)}" if needed else "a section"
-    return "a text" if kind is str else f"a value of type {kind}"
-
-
-_EXPECTED = {
-    "float_type": "a number",
-    "int_type": "an integer",
-    "string_type": "a text (quote it if YAML reads it as something else)",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
-    "path_type": "a path",
-}
-
-
-def fault_text(section: str, error: dict[str, Any]) -> str:
-    """One fault of a file, from pydantic's account of it; `section` is what it was looking at."""
-    key = ".".join([*([section] if section else []), *map(str, error["loc"])])
-    if error["type"] == "missing":
-        return f"{key} is missing; it has no default"
-    expected = _EXPECTED.get(error["type"]) or error.get("ctx", {}).get("expected") or error["msg"]
-    return f"{key}: found {_kind(error['input'])}, expected {expected}"
-
-
-def _kind(value: Any) -> str:
-    """A value as a reader of YAML would name it."""
-    if value is None:
-        return "nothing (null)"
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a text", list: "a list", dict: "a mapping"}
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
 
 
 # --- overrides ----------------------------------------------------------------------------------------
@@ -299,20 +161,22 @@ def _child(kind: Any, key: str, done: str, where: str) -> Any:
     Raises:
         RecipeError: `kind` is a section without that key.
     """
-    kind = _without_none(kind)
+    kind = without_none(kind)
     if dataclasses.is_dataclass(kind):
-        known = _types(typing.cast(type, kind))
+        known = fields_of(typing.cast(type, kind))
         if key not in known:
-            raise RecipeError(f"{where}: unknown key {done}{key}; {_nearest(key, done, known)}")
+            raise RecipeError(f"{where}: unknown key {done}{key}; {nearest(key, done, known, Recipe)}")
         return known[key]
     if kind in (str, int, float, bool, Path):
         raise RecipeError(f"{where}: {done.rstrip('.')} is a single value and has no {key!r} in it")
-    return _item_type(kind)
+    return item_type(kind)
 
 
 def _section(at: Any, key: str, done: str, where: str) -> Any:
     if not isinstance(at, dict):
-        raise RecipeError(f"{where}: {done.rstrip('.')} is {_kind(at)} in the recipe, so {key!r} cannot be set in it")
+        raise RecipeError(
+            f"{where}: {done.rstrip('.')} is {value_text(at)} in the recipe, so {key!r} cannot be set in it"
+        )
     if at.get(key) is None:
         at[key] = {}
     return at[key]

@@ -6,17 +6,13 @@ Every stage may be left out. Sizes are bytes, rates are per second and per GPU.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
+from pipeline.checked_yaml import checked, read_mapping
 from pipeline.errors import RecipeError
-from pipeline.recipe import fault_text, unknown_keys
-from pipeline.yaml_text import parse_yaml
 from stages.fields import ConfigError, require
 
 RESPONSE_TOKEN_BYTES = 9
@@ -227,23 +223,9 @@ def load_simulation(path: Path) -> Simulation:
     Raises:
         RecipeError: it cannot be read, or a key or value does not fit; one line per fault.
     """
+    raw = read_mapping(path, "file of rates", Simulation)
+    values = checked(raw, Simulation, where=str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: the rates cannot be read: {error}") from error
-    raw = parse_yaml(text, where=str(path))
-    if not isinstance(raw, dict):
-        keys = ", ".join(f.name for f in dataclasses.fields(Simulation))
-        raise RecipeError(f"{path}: found {type(raw).__name__}, expected a mapping with the keys {keys}")
-    faults = [*unknown_keys(raw, Simulation, "")]
-    try:
-        # Strict JSON, as for recipes: an integer is a float, and nothing else is converted.
-        found = TypeAdapter(Simulation).validate_json(json.dumps(raw), strict=True)
-    except ValidationError as error:
-        wrong = [dict(e) for e in error.errors(include_url=False) if e["type"] != "unexpected_keyword"]
-        faults += [fault_text("", e) for e in wrong]
+        return Simulation(**values)
     except ConfigError as error:
-        faults.append(str(error))
-    if faults:
-        raise RecipeError("\n".join(f"{path}: {fault}" for fault in faults))
-    return found
+        raise RecipeError(f"{path}: {error}") from error

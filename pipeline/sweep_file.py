@@ -20,20 +20,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
+from pipeline.checked_yaml import checked, read_mapping
 from pipeline.errors import RecipeError
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.yaml_text import parse_yaml
 
 MAY_DIFFER = ("drafter.", "train.")
 
@@ -109,7 +104,7 @@ def load_sweep(path: Path, only: tuple[str, ...] = ()) -> Sweep:
     Raises:
         RecipeError: the file or one of its recipes does not fit; names file, key and what was expected.
     """
-    found = _read(path)
+    found = _File(**checked(read_mapping(path, "sweep", _File), _File, where=str(path)))
     _require_sound(path, found)
     unknown = [name for name in only if name not in found.settings]
     if unknown:
@@ -130,40 +125,6 @@ def load_sweep(path: Path, only: tuple[str, ...] = ()) -> Sweep:
         except RecipeError as error:
             raise RecipeError(f"{path}: settings.{name} with seed {seed}: {error}") from error
     return sweep
-
-
-def _read(path: Path) -> _File:
-    """The file's values, each of its kind, no key unknown."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: the sweep cannot be read: {error}") from error
-    raw = parse_yaml(text, where=str(path))
-    if not isinstance(raw, dict):
-        kind = "nothing" if raw is None else f"a {type(raw).__name__}"
-        keys = ", ".join(f.name for f in dataclasses.fields(_File))
-        raise RecipeError(f"{path}: found {kind}, expected a mapping with the keys {keys}")
-    comparisons = raw.get("comparisons")
-    faults = [*_unknown_keys(raw, _File, "")]
-    for i, comparison in enumerate(comparisons if isinstance(comparisons, list) else ()):
-        faults += _unknown_keys(comparison, Comparison, f"comparisons.{i}.") if isinstance(comparison, dict) else ()
-    try:
-        # Strict JSON, as for recipes: a list is a tuple, an integer is a float, and nothing else is converted.
-        found = TypeAdapter(_File).validate_json(json.dumps(raw), strict=True)
-    except ValidationError as error:
-        faults += [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-    if faults:
-        raise RecipeError("\n".join(f"{path}: {fault}" for fault in faults))
-    return found
-
-
-def _unknown_keys(raw: dict[str, Any], kind: type, prefix: str) -> Iterator[str]:
-    known = [f.name for f in dataclasses.fields(kind)]
-    for key in raw:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys here are {', '.join(known)}"
-            yield f"unknown key {prefix}{key}; {hint}"
 
 
 def _require_sound(path: Path, found: _File) -> None:

@@ -21,8 +21,10 @@ from stages.attention_flex import FlexAttention
 from stages.attention_grouped import GroupedAttention
 from stages.attention_rows import RowsAttention
 from stages.layout import KeysValues, Layout, visible_spans
+from stages.train_config import AttentionForm
 
-AttentionForm = Literal["auto", "dense", "grouped", "flex", "rows"]
+PassForm = AttentionForm | Literal["rows"]
+"""Of any pass; the first are what a training may choose."""
 
 
 class BlockAttention(Protocol):
@@ -51,7 +53,7 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, layout: Layout, block_size: int, *, form: AttentionForm = "auto", causal: bool = True,
+        self, layout: Layout, block_size: int, *, form: PassForm = "auto", causal: bool = True,
         rows_R: torch.Tensor | None = None,
     ) -> None:
         self.layout, self.block_size, self.causal, self.rows_R = layout, block_size, causal, rows_R

@@ -76,13 +76,18 @@ class GroupedAttention:
             self._groups[shared] = list(_groups(self.layout, self.block_size, self.spans, self.rows_R, n))
         return self._groups[shared]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, queries_RHE: torch.Tensor, context: KeysValues, slots: KeysValues) -> torch.Tensor:
         groups = self.groups(queries_RHE.shape[1] // slots[0].shape[1])
         wide = [x.float() for x in (queries_RHE, *context, *slots)]
         with torch.autocast("cpu", enabled=False):
             out: torch.Tensor = _Groups.apply(*wide, groups)  # type: ignore[no-untyped-call]
         return out.to(queries_RHE.dtype)
+
+
+def leave_uncompiled() -> None:
+    """Keep `torch.compile` out of grouped attention. To be called where something is compiled: marking it imports the
+    compiler, which takes longer than all else that an extract worker imports."""
+    GroupedAttention.__call__ = torch.compiler.disable(GroupedAttention.__call__)  # type: ignore[method-assign]
 
 
 def _groups(

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stages.attention import AttentionForm, AttentionPlan
+from stages.attention import AttentionPlan, PassForm
 from stages.drafter_layer import DrafterLayer, Injected, RMSNorm, Rotation, rotary
 from stages.drafter_spec import ENTRIES, LAYER_TYPES, DrafterSpec, rope_theta_of, spec_for_target
 from stages.layout import KeysValues, Layout
+from stages.train_config import AttentionForm
 
 __all__ = ["ENTRIES", "LAYER_TYPES", "Drafter", "DrafterSpec", "rope_theta_of", "rotary", "spec_for_target"]
 
@@ -121,7 +122,7 @@ class Drafter(nn.Module):
 
     def _run(
         self, embedded_NBD: torch.Tensor, layout: Layout, context: Sequence[Injected], rows_R: torch.Tensor | None,
-        attention: AttentionForm,
+        attention: PassForm,
     ) -> torch.Tensor:
         n_blocks, block_size = embedded_NBD.shape[:2]
         rotation = rotary(layout.slot_positions(block_size), self.spec.head_dim, self.spec.rope_theta)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.attention import AttentionForm
 from stages.batch import Batch
 from stages.config import DistillConfig
 from stages.distill import Teacher
 from stages.drafter import Drafter
 from stages.loss import head_losses
+from stages.train_config import AttentionForm
 from stages.weighting import SlotWeights
 
 

@@ -9,6 +9,9 @@ from typing import Literal
 from stages.fields import ConfigError, execution, identity, require, require_threads
 from stages.worker_config import WorkerConfig
 
+AttentionForm = Literal["auto", "dense", "grouped", "flex"]
+"""What a training may choose (`stages.attention`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
@@ -106,7 +109,7 @@ class TrainConfig(WorkerConfig):
     micro_tokens: int | None = execution(None)
     """Rows (context tokens and block slots) of one forward and backward pass, at most; a larger sample goes alone.
     Takes the place of `micro_samples`; None divides by that."""
-    attention: Literal["auto", "dense", "grouped", "flex"] = execution("auto")
+    attention: AttentionForm = execution("auto")
     """How attention is computed; the numbers are the same. `auto` takes `flex` on a GPU and `grouped` elsewhere. `flex`
     needs a GPU."""
     compile: bool = execution(False)

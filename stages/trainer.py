@@ -19,6 +19,7 @@ import torch
 
 from stages import checkpoint
 from stages.attention_flex import require_gpu
+from stages.attention_grouped import leave_uncompiled
 from stages.batch import Batch
 from stages.config import TrainConfig, identity_fields
 from stages.dataset import SampleReader, StepData, StepDataset, TrainingStream
@@ -98,6 +99,7 @@ class Trainer:
         self.replicas = Shards(drafter, self.world) if divided else Replicas(drafter, self.world)
         drafter.recompute = config.activation_checkpointing
         if config.compile:
+            leave_uncompiled()
             drafter.compile(dynamic=True)
         betas, decay = (config.beta1, config.beta2), config.weight_decay
         parameters = drafter.parameters()

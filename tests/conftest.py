@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,44 @@ BUCKET = "dflash-tests"
 
 # Ray's workers run at nice 15: on a machine that does anything else, tests would wait for them for minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+LONG_FIRST = ("killed", "test_pipeline", "test_rolling", "test_runner", "test_resume", "test_interruptions")
+"""Groups of tests that take long, so that no process of `make test` is left alone with one at the end."""
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file go to one process of pytest-xdist, unless they name another group."""
+
+    def place(item: pytest.Item) -> int:
+        (group,) = (mark.args[0] for mark in item.iter_markers("xdist_group"))
+        return LONG_FIRST.index(group) if group in LONG_FIRST else len(LONG_FIRST)
+
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Folders by name; the first process of the session that asks for one makes it, the others wait."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")

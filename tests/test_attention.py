@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from stages import attention_flex, attention_grouped
-from stages.attention import AttentionForm, AttentionPlan
+from stages.attention import AttentionPlan
 from stages.layout import KeysValues, Layout, visible_spans
+from stages.train_config import AttentionForm
 from tests.tiny import make_drafter
 
 WIDTH = 8

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipeline import cli
 from pipeline.run import Run
 from pipeline.steps import STEPS
 from stages.checkpoint_format import load_drafter
+from tests.conftest import MadeOnce
 from tests.tiny import make_target, make_tokenizer, save_target
 
 REPO = Path(__file__).parent.parent
@@ -41,9 +43,12 @@ def write_prompts(path: Path, n: int, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(made_once: MadeOnce) -> Path:
     """A folder with a tiny target, prompts, and a recipe."""
-    folder = tmp_path_factory.mktemp("home")
+    return made_once("home", make_home)
+
+
+def make_home(folder: Path) -> None:
     save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
     write_prompts(folder / "train.jsonl", 48, "Count from {} up.")
     write_prompts(folder / "held.jsonl", 3, "Count down from {}.")
@@ -62,25 +67,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 12, "threads": 1},
     }  # fmt: skip
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
 
 
-def dflash(*args: str | Path, ray: str | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with a Ray of its own or on the one at that address."""
+def dflash(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with a Ray of its own."""
     command = [sys.executable, "-m", "pipeline.cli", *map(str, args)]
-    return subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=280, env=environment(ray)
-    )
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=280)
 
 
-def environment(ray: str | None) -> dict[str, str]:
-    return {**os.environ, **({"RAY_ADDRESS": ray} if ray else {})}
-
-
-def dflash_here(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command in this process: for what ends before any worker is started."""
+def dflash_here(*args: str | Path, ray: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which saves its imports; on the Ray at that address, or one of its own."""
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Ray, about its own settings
+        if ray:
+            patch.setenv("RAY_ADDRESS", ray)
         try:
             code = cli.guarded(lambda: cli.dflash.main([*map(str, args)], prog_name="dflash", standalone_mode=False))
         except SystemExit as left:  # what `verify` does where it has found something
@@ -89,12 +90,15 @@ def dflash_here(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(home: Path) -> Path:
+def undisturbed(home: Path, made_once: MadeOnce) -> Path:
     """The run folder of a run that nothing disturbed, on a Ray of its own."""
-    done = dflash("run", home / "r.yaml", "--set", f"run={home / 'undisturbed'}")
-    assert done.returncode == 0, done.stderr
-    assert "Identical  3 of 3" in done.stdout
-    return home / "undisturbed"
+
+    def make(folder: Path) -> None:
+        done = dflash("run", home / "r.yaml", "--set", f"run={folder}")
+        assert done.returncode == 0, done.stderr
+        assert "Identical  3 of 3" in done.stdout
+
+    return made_once("undisturbed", make)
 
 
 def final_weights(run: Path) -> list[str]:
@@ -140,17 +144,20 @@ def test_second_run_does_nothing_and_says_so(home: Path, undisturbed: Path) -> N
 
 @pytest.mark.ray
 def test_a_cache_in_an_object_store_trains_the_same_drafter(home: Path, undisturbed: Path, s3_url: str) -> None:
-    """The stages that touch the cache, with `cache.path` on a real S3 server and the features as they are."""
+    """The stages that touch the cache, with `cache.path` on a real S3 server and the features as they are.
+
+    On a Ray of their own: its workers need the server's credentials in their environment.
+    """
     run = home / "on-s3"
     shutil.copytree(undisturbed / "responses", run / "responses")
     for stage in ("extract", "train"):
-        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
+        done = dflash_here(stage, home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
         assert done.returncode == 0, done.stderr
     assert not (run / "cache").exists()
     assert equal_caches(undisturbed / "cache", s3_url) == []
     assert verify_cache(s3_url).ok
     assert final_weights(run) == final_weights(undisturbed)
-    report = dflash("report", home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
+    report = dflash_here("report", home / "r.yaml", "--set", f"run={run}", "--set", f"cache.path={s3_url}")
     assert report.returncode == 0, report.stderr
     assert json.loads((run / "report.json").read_text())["cache"]["samples"] == 48
 
@@ -160,8 +167,8 @@ def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path, ra
     run = home / "compact"
     shutil.copytree(undisturbed / "responses", run / "responses")
     for stage in ("extract", "train"):
-        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", "--set", "cache.profile=compact",
-                      ray=ray_address)
+        done = dflash_here(stage, home / "r.yaml", "--set", f"run={run}", "--set", "cache.profile=compact",
+                           ray=ray_address)
         assert done.returncode == 0, done.stderr
     assert verify_cache(run / "cache").ok
     sizes = [describe_cache(folder / "cache")["bytes"] for folder in (undisturbed, run)]
@@ -190,8 +197,8 @@ WATCHED: dict[str, Callable[[Path], bool]] = {
 
 def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], delay_s: float, ray: str) -> bool:
     """Start a stage, wait until it has committed something, `kill -9` it a moment later; False if it ended first."""
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=REPO, stdout=quiet, stderr=quiet, env=environment(ray)) as process:
+    quiet, environment = subprocess.DEVNULL, {**os.environ, "RAY_ADDRESS": ray}
+    with subprocess.Popen(command, cwd=REPO, stdout=quiet, stderr=quiet, env=environment) as process:
         deadline = time.monotonic() + 120
         while process.poll() is None and not begun(run) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -205,6 +212,7 @@ def run_and_kill(command: list[str], run: Path, begun: Callable[[Path], bool], d
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.xdist_group("killed")
 def test_killed_stages_end_like_an_undisturbed_run(home: Path, undisturbed: Path, ray_address: str) -> None:
     chance = random.Random(os.environ.get("DFLASH_KILL_SEED", "7"))
     run = home / "killed"
@@ -214,7 +222,7 @@ def test_killed_stages_end_like_an_undisturbed_run(home: Path, undisturbed: Path
         # The first kill comes at any moment of the stage, start-up included, the second in the middle of its work.
         killed[stage] += run_and_kill(command, run, lambda _: True, chance.uniform(0.5, 6), ray_address)
         killed[stage] += run_and_kill(command, run, WATCHED[stage], chance.uniform(0, 0.3), ray_address)
-        done = dflash(stage, home / "r.yaml", "--set", f"run={run}", ray=ray_address)
+        done = dflash_here(stage, home / "r.yaml", "--set", f"run={run}", ray=ray_address)
         assert done.returncode == 0, done.stderr
     assert all(killed[s] == KILLS for s in ("generate", "extract", "train")), killed
     ours, theirs = ResponsesTable.open(run / "responses"), ResponsesTable.open(undisturbed / "responses")
@@ -321,11 +329,11 @@ def test_flipped_byte_is_found_stops_training_and_is_repaired(
     assert "shard-00001" in found.stdout
     shutil.rmtree(run / "train")
     (run / "status" / "train.json").unlink()
-    trained = dflash("train", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
+    trained = dflash_here("train", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert trained.returncode == 1
     assert "shard-00001" in trained.stderr
     assert "Traceback" not in trained.stderr
-    repaired = dflash("cache", "repair", home / "r.yaml", "--set", f"run={run}", "--json", ray=ray_address)
+    repaired = dflash_here("cache", "repair", home / "r.yaml", "--set", f"run={run}", "--json", ray=ray_address)
     assert repaired.returncode == 0, repaired.stderr
     assert json.loads(repaired.stdout)["made"] == ["shard-00001"]
     assert equal_caches(run / "cache", undisturbed / "cache") == []
@@ -377,7 +385,7 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     run = small_disk / "run"
     run.mkdir()
     shutil.copytree(undisturbed / "responses", run / "responses")
-    done = dflash("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
+    done = dflash_here("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr
     assert "run the same command again" in done.stderr
@@ -389,7 +397,7 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     groups = {p.name.split(".")[0] for p in (run / "cache" / "shards").iterdir()}
     assert groups <= set(committed), "an attempt that failed left its files"
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    again = dflash("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
+    again = dflash_here("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
     assert again.returncode == 0, again.stderr
     assert verify_cache(run / "cache").ok
 
@@ -416,7 +424,7 @@ def test_a_finished_stage_whose_output_has_gone_makes_it_again(
     damage(folder / "export" / "model.safetensors")
     refused = dflash_here("export", home / "r.yaml", "--set", f"run={folder}")
     assert refused.returncode == 1  # no earlier state is a stand-in for the finished one
-    done = dflash("run", home / "r.yaml", "--set", f"run={folder}", ray=ray_address)
+    done = dflash_here("run", home / "r.yaml", "--set", f"run={folder}", ray=ray_address)
     assert done.returncode == 0, done.stderr
     again = [line.split(":")[0] for line in done.stderr.splitlines() if "making that again" in line]
     assert again == list(STEPS)

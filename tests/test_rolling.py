@@ -45,7 +45,7 @@ from stages.errors import TrainingError
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
 from stages.order import StepPlan
 from stages.rolling import POSITION, PositionFile, Rolling, WaitingReader, read_position, write_position
-from tests.test_pipeline import REPO, dflash, write_prompts
+from tests.test_pipeline import REPO, dflash_here, write_prompts
 from tests.tiny import MASK_ID, Extraction, make_target, make_tokenizer, response, save_target, start_extraction
 
 # --- the schedule ------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stage(home: Path, name: str, run: str, *sets: str) -> subprocess.CompletedProcess[str]:
     options = [part for setting in (f"run={home / run}", *sets) for part in ("--set", setting)]
-    done = dflash(name, home / "r.yaml", *options)
+    done = dflash_here(name, home / "r.yaml", *options, ray=os.environ["RAY_ADDRESS"])
     assert done.returncode == 0, done.stderr
     return done
 

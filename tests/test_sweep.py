@@ -68,8 +68,8 @@ def test_a_sweep_is_recipes_that_differ(tmp_path: Path) -> None:
         (("expected: up", "expect: up"), "unknown key comparisons.1.expect; did you mean comparisons.1.expected"),
         (("seeds: [0, 1]", "seeds: [0, -1]"), "settings.base with seed -1: seed is -1"),
         (("seeds: [0, 1]", 'seeds: [0, "1"]'), "seeds.1: .*integer"),
-        ((SWEEP, ""), "s.yaml: found nothing, expected a mapping with the keys name, recipe"),
-        ((SWEEP, "- base"), "s.yaml: found a list, expected a mapping"),
+        ((SWEEP, ""), r"s.yaml: found nothing \(null\), expected a mapping with the keys name, recipe"),
+        ((SWEEP, "- base"), r"s.yaml: found \['base'\] \(a list\), expected a mapping"),
     ],
 )
 def test_faults_of_a_sweep_are_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
