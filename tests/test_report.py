@@ -16,7 +16,8 @@ from tests.report_fixture import BLOCK, CATEGORIES, HOSTILE, N_SAMPLES, STEPS, w
 
 STAGES = ("generate", "extract", "train", "evaluate", "export")
 FIGURES = (
-    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+    "acceptance", "categories", "split", "sizes", "loss", "tau", "accuracy", "slots", "schedule", "speed", "skipped",
+    "lengths", "stages",
 )  # fmt: skip
 
 
@@ -85,6 +86,9 @@ def test_page_shows_every_figure_with_its_sentence_and_the_json_holds_the_same_n
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
     assert len(labels) == len(FIGURES)
     assert all(re.search(r"\d", label or "") for label in labels)
+    assert report["train"]["skipped"] == {"no anchor: the response is one token": 6, "<b>unreadable</b>": 1}
+    for text in ("7 samples gave the training nothing", "spent waiting for data is", "at position 7"):
+        assert text in page.text, text
     for text in ("1.03 → 3.87", "2.36×", "48 of 48", "duplicate_id", "truncated", "5.225"):
         assert text in page.text, text
 
