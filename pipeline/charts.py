@@ -12,26 +12,31 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.charts_decoding import served_chart, sizes_chart, split_chart
-from pipeline.report_text import bytes_text, count_text, label, percent_text, seconds_text, shares
+from pipeline.charts_training import (
+    accuracy_chart,
+    loss_chart,
+    schedule_chart,
+    skipped_chart,
+    slots_chart,
+    speed_chart,
+    tau_chart,
+)
+from pipeline.report_text import bytes_text, label, percent_text, seconds_text, sentence, shares
 from pipeline.report_values import as_dict, dict_rows, number, numbers
 from pipeline.svg import (
     AXIS,
     CARD,
     INK,
-    RAMP,
     THIRD,
     TRAINED,
     UNTRAINED,
     inline_svg,
-    label_ends,
     new_figure,
     style,
-    widen_right,
 )
 
 MAX_BARS = 14
@@ -63,8 +68,11 @@ def draw_charts(report: dict[str, Any]) -> list[Chart]:
         "served": served_chart,
         "loss": loss_chart,
         "accuracy": accuracy_chart,
+        "slots": slots_chart,
         "tau": tau_chart,
         "schedule": schedule_chart,
+        "speed": speed_chart,
+        "skipped": skipped_chart,
         "lengths": lengths_chart,
         "stages": stages_chart,
     }
@@ -82,17 +90,6 @@ def draw_charts(report: dict[str, Any]) -> list[Chart]:
 def drafters(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The evaluated drafters by name: `trained`, and `untrained` when it was measured."""
     return as_dict(as_dict(report.get("evaluate")).get("drafters"))
-
-
-def points(values: Any) -> list[float]:
-    """A list of numbers for drawing, gaps as NaN."""
-    return [float("nan") if v is None else v for v in numbers(values)]
-
-
-def series(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one curve, at the steps where there is a value."""
-    found = [(row["step"], v) for row in rows if (v := number(row.get(name))) is not None]
-    return [p[0] for p in found], [p[1] for p in found]
 
 
 def acceptance_chart(report: dict[str, Any]) -> Drawn | None:
@@ -172,146 +169,6 @@ def category_chart(report: dict[str, Any]) -> Drawn | None:
     return figure, "τ by category", caption + "."
 
 
-NOISY = 30
-"""Points from which on a curve is drawn with its running median."""
-
-
-def _curve(axes: Axes, x: list[float], y: list[float], colour: str) -> None:
-    """A noisy curve: faint as it is, strong as its running median, once it has enough points for one."""
-    if len(y) < NOISY:
-        axes.plot(x, y, color=colour, marker="o" if len(y) < 8 else None, markersize=4)
-        return
-    half = max(2, len(y) // 40)
-    smooth = [float(np.median(y[max(0, i - half) : i + half + 1])) for i in range(len(y))]
-    axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.35)
-    axes.plot(x, smooth, color=colour)
-
-
-def _end(y: list[float]) -> float:
-    """Where a noisy curve ends: the median of its last five points, or its last point if it is short."""
-    return float(np.median(y[-5:])) if len(y) >= NOISY else y[-1]
-
-
-def _steps_axis(axes: Axes, right: float = 0.23) -> None:
-    axes.set_xlabel("optimizer step")
-    axes.margins(x=0.02)
-    last = axes.get_xlim()[1]
-    widen_right(axes, right)
-    ticks = MaxNLocator(5, integer=True).tick_values(*axes.get_xlim())
-    axes.set_xticks([t for t in ticks if axes.get_xlim()[0] <= t <= last])
-
-
-def loss_chart(report: dict[str, Any]) -> Drawn | None:
-    """Training loss over steps, with the held-out loss."""
-    train = as_dict(report.get("train"))
-    x, y = series(dict_rows(train.get("steps")), "loss")
-    held_x, held_y = series(dict_rows(train.get("heldout")), "loss")
-    if not x and not held_x:
-        return None
-    figure = new_figure()
-    axes = figure.add_subplot()
-    ends, said = [], []
-    if x:
-        _curve(axes, x, y, TRAINED)
-        ends.append((x[-1], _end(y), "training", TRAINED))
-        said.append(f"the training loss goes from {y[0]:.2f} to {_end(y):.2f} in {count_text(x[-1])} steps")
-    if held_x:
-        axes.plot(held_x, held_y, color=UNTRAINED, marker="o", markersize=4.5, linewidth=1.4)
-        ends.append((held_x[-1], held_y[-1], "held-out", UNTRAINED))
-        said.append(f"the held-out loss ends at {held_y[-1]:.2f}")
-    axes.set_ylabel("loss, nats per token")
-    _steps_axis(axes)
-    label_ends(axes, ends)
-    return figure, "Loss", _sentence(said)
-
-
-def _sentence(parts: list[str]) -> str:
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "."
-
-
-def accuracy_chart(report: dict[str, Any]) -> Drawn | None:
-    """Accuracy by position in the block, at a few moments of training."""
-    train = as_dict(report.get("train"))
-    kind, rows = "held-out", [r for r in dict_rows(train.get("heldout")) if points(r.get("accuracy"))]
-    if not rows:
-        kind, rows = "training", [r for r in dict_rows(train.get("steps")) if points(r.get("accuracy"))]
-    if not rows:
-        return None
-    picked = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, len(RAMP))})]
-    figure = new_figure()
-    axes = figure.add_subplot()
-    ends = []
-    for row, colour in zip(picked, RAMP[-len(picked) :], strict=True):
-        y = points(row["accuracy"])
-        axes.plot(range(1, len(y) + 1), y, color=colour, marker="o", markersize=4)
-        ends.append((len(y), y[-1], f"step {count_text(row['step'])}", INK if row is picked[-1] else AXIS))
-    axes.set(xlabel="position in the block, 1 = first draft", ylabel=f"{kind} accuracy")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol="\u00a0%"))
-    axes.margins(x=0.03)
-    widen_right(axes, 0.24)
-    last = points(picked[-1]["accuracy"])
-    axes.set_xticks(range(1, len(last) + 1, 1 if len(last) <= 10 else 2))
-    label_ends(axes, [end for end in ends if not np.isnan(end[1])])
-    caption = (
-        f"At step {count_text(picked[-1]['step'])}, {percent_text(last[0])} of first drafts are right and "
-        f"{percent_text(last[-1])} of those at position {len(last)} ({kind} samples, true tokens before the block)."
-    )
-    return figure, "Accuracy by position", caption
-
-
-def tau_chart(report: dict[str, Any]) -> Drawn | None:
-    """Simulated τ on held-out samples over steps, with the measured one as a level."""
-    x, y = series(dict_rows(as_dict(report.get("train")).get("heldout")), "tau")
-    if not x:
-        return None
-    figure = new_figure()
-    axes = figure.add_subplot()
-    axes.plot(x, y, color=TRAINED, marker="o", markersize=4.5)
-    measured = number(as_dict(drafters(report).get("trained")).get("tau"))
-    caption = f"The simulated τ on held-out samples is {y[0]:.2f} at step {count_text(x[0])}"
-    if len(x) > 1:
-        caption += f" and {y[-1]:.2f} at step {count_text(x[-1])}"
-    ends = [(x[-1], y[-1], f"simulated {y[-1]:.2f}", TRAINED)]
-    if measured is not None:
-        axes.plot([0, x[-1]], [measured, measured], color=THIRD, linewidth=1.4, linestyle=(0, (4, 3)), marker="")
-        ends.append((x[-1], measured, f"measured {measured:.2f}", THIRD))
-        caption += f"; real decoding measures {measured:.2f} (dashed)"
-    axes.set_ylabel("τ, tokens per target pass")
-    top = max([*y, measured or 1.0])
-    axes.set_ylim(min(1.0, *y) - 0.05 * top, 1.08 * top)
-    _steps_axis(axes, right=0.33)
-    label_ends(axes, ends)
-    return figure, "τ during training", caption + "."
-
-
-def schedule_chart(report: dict[str, Any]) -> Drawn | None:
-    """Learning rate and gradient norm over steps, one above the other."""
-    rows = dict_rows(as_dict(report.get("train")).get("steps"))
-    found = [(name, *series(rows, name)) for name in ("lr", "grad_norm")]
-    found = [item for item in found if item[1]]
-    if not found:
-        return None
-    figure = new_figure()
-    panels = np.atleast_1d(figure.subplots(len(found), 1, sharex=True))
-    titles = {"lr": "learning rate", "grad_norm": "gradient norm, before clipping"}
-    said = []
-    for axes, (name, x, y) in zip(panels, found, strict=True):
-        if name == "lr":
-            axes.plot(x, y, color=TRAINED)
-        else:
-            _curve(axes, x, y, THIRD)
-        axes.set_title(titles[name], loc="left", fontsize=10, color=AXIS)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_locator(MaxNLocator(3))
-        if name == "lr":
-            axes.ticklabel_format(axis="y", style="plain")
-        said.append(f"the {titles[name].split(',')[0]} peaks at {max(y):.3g} and ends at {y[-1]:.3g}")
-    _steps_axis(panels[-1], right=0.02)
-    return figure, "Learning rate and gradient norm", _sentence(said)
-
-
 def lengths_chart(report: dict[str, Any]) -> Drawn | None:
     """Histograms of prompt and response lengths, one above the other on one scale."""
     responses = as_dict(report.get("responses"))
@@ -335,7 +192,7 @@ def lengths_chart(report: dict[str, Any]) -> Drawn | None:
         f"{name}s have {data['min']:,} to {data['max']:,} tokens, {data['median']:,.0f} in the middle (dashed)"
         for name, data in found
     ]
-    return figure, "Lengths of prompts and responses", _sentence(said)
+    return figure, "Lengths of prompts and responses", sentence(said)
 
 
 def stages_chart(report: dict[str, Any]) -> Drawn | None:
@@ -368,4 +225,4 @@ def stages_chart(report: dict[str, Any]) -> Drawn | None:
         f"{slowest['stage']} takes longest ({seconds_text(number(slowest.get('seconds')))}) and {largest['stage']} "
         f"takes most room ({bytes_text(number(largest.get('bytes')))})"
     )
-    return figure, "Time and size of each stage", _sentence([caption])
+    return figure, "Time and size of each stage", sentence([caption])

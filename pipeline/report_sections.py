@@ -34,6 +34,11 @@ MAX_POINTS = 1000
 """Points of a training curve kept in the report; longer curves are thinned evenly, ends kept."""
 HISTOGRAM_BINS = 24
 DROPPED_EXAMPLES = 3
+STEP_NUMBERS = (
+    "step", "epoch", "loss", "lr", "grad_norm", "weight_norm", "accuracy", "expected_acceptance", "tokens_per_s",
+    "data_wait_s", "data_wait_share", "peak_share", "seconds",
+)  # fmt: skip
+"""What is kept of a logged step."""
 
 
 def lengths(values: npt.NDArray[np.int64]) -> dict[str, Any] | None:
@@ -242,16 +247,13 @@ def read_train(folder: Path, problems: list[str]) -> dict[str, Any] | None:
         return None
     steps = [row for row in rows if row.get("kind") == "step"]
     heldout = [row for row in rows if row.get("kind") == "heldout"]
-    names = ("step", "epoch", "loss", "lr", "grad_norm", "accuracy", "tokens_per_s", "data_wait_s", "seconds")
-    seconds = [s for row in steps if (s := number(row.get("seconds"))) is not None]
-    waits = [s for row in steps if (s := number(row.get("data_wait_s"))) is not None]
+    last = steps[-1] if steps else {}
     return {
         "last_step": rows[-1]["step"],
         "steps_logged": len(steps),
-        "steps": [_metrics(row, names) for row in _thin(steps)],
+        "steps": [_metrics(row, STEP_NUMBERS) for row in _thin(steps)],
         "heldout": [_metrics(row, ("step", "loss", "accuracy", "tau", "samples")) for row in _thin(heldout)],
-        "logged_step_seconds": round(sum(seconds), 3),
-        "logged_data_wait_seconds": round(sum(waits), 3),
+        "skipped": {k: n for k, v in as_dict(last.get("skipped_why")).items() if (n := number(v)) is not None},
     }
 
 

@@ -136,3 +136,9 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "flatten": flatten,
     "label": label,
 }
+
+
+def sentence(parts: list[str]) -> str:
+    """Parts of a caption as one sentence."""
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:] + "."

@@ -73,7 +73,8 @@ class GroupedAttention:
         """The groups when so many query heads share a key/value head."""
         if shared not in self._groups:
             n = max(1, GROUP_ROWS // (shared * self.block_size))
-            self._groups[shared] = list(_groups(self.layout, self.block_size, self.spans, self.rows_R, n))
+            found = _groups(self.layout, self.block_size, self.spans, self.rows_R, n)
+            self._groups[shared] = sorted(found, key=lambda group: -group.context.stop)  # see `_Rows`
         return self._groups[shared]
 
     def __call__(self, queries_RHE: torch.Tensor, context: KeysValues, slots: KeysValues) -> torch.Tensor:
@@ -137,42 +138,44 @@ class _Groups(torch.autograd.Function):
     ) -> torch.Tensor:
         n_kv, scale = ks_QGE.shape[1], q_RHE.shape[2] ** -0.5
         shared = q_RHE.shape[1] // n_kv
-        q, k, v = _fold(q_RHE, n_kv, scale), _Keys.of(kc_CGE, ks_QGE), _Keys.of(vc_CGE, vs_QGE)
+        q, k, v = _fold(q_RHE, n_kv, scale), _Rows(kc_CGE, ks_QGE, groups), _Rows(vc_CGE, vs_QGE, groups)
         out, sums = torch.empty_like(q), torch.empty_like(q[..., :1])
-        shift = None if _longest(q) * max(_longest(k.context), _longest(k.slots)) < SAFE else torch.empty_like(sums)
+        shift = None if _longest(q) * max(_longest(kc_CGE), _longest(ks_QGE)) < SAFE else torch.empty_like(sums)
         scratch = _Scratch(groups, q_RHE.shape[1])
         for group in groups:
             rows = slice(group.rows.start * shared, group.rows.stop * shared)
-            scores_GMP = _scores(scratch.take(group, n_kv), q[:, rows], k, group)
+            scores_GMP = _scores(scratch.take(group, n_kv), q[:, rows], k.of(group), group)
             if shift is not None:
                 torch.amax(scores_GMP, dim=-1, keepdim=True, out=shift[:, rows])
             weights_GMP = _exp(scores_GMP, shift, rows)
             torch.sum(weights_GMP, dim=-1, keepdim=True, out=sums[:, rows])
-            v.sum_into(out[:, rows], weights_GMP, group)
+            # Into a tensor of its own: batched products into rows of a larger one are done one by one.
+            out[:, rows] = torch.bmm(weights_GMP, v.of(group))
         out.div_(sums)
-        ctx.save_for_backward(q, k.context, k.slots, v.context, v.slots, out, sums, shift)
+        ctx.save_for_backward(q, kc_CGE, ks_QGE, vc_CGE, vs_QGE, out, sums, shift)
         ctx.groups, ctx.shared, ctx.scale = groups, shared, scale
         return _unfold(out, shared)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RHE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, kc, ks, vc, vs, out, sums, shift = ctx.saved_tensors
-        k, v, dk, dv = _Keys(kc, ks), _Keys(vc, vs), _Keys.zeros(kc, ks), _Keys.zeros(vc, vs)
-        n_kv, shared = len(kc), ctx.shared
+        q, kc_CGE, ks_QGE, vc_CGE, vs_QGE, out, sums, shift = ctx.saved_tensors
+        groups, shared, n_kv = ctx.groups, ctx.shared, ks_QGE.shape[1]
+        k, v = _Rows(kc_CGE, ks_QGE, groups), _Rows(vc_CGE, vs_QGE, groups)
+        dk, dv = _Gradients(kc_CGE, ks_QGE), _Gradients(vc_CGE, vs_QGE)
         # The weights below are not divided by their sums; the gradient is, once and for all.
         grad, dq = _fold(grad_RHE, n_kv).div_(sums), torch.empty_like(q)
         inner_GM1 = (grad * out).sum(-1, keepdim=True)
-        scratch, more = (_Scratch(ctx.groups, n_kv * shared) for _ in range(2))
-        for group in ctx.groups:
+        scratch, more = (_Scratch(groups, n_kv * shared) for _ in range(2))
+        for group in groups:
             rows = slice(group.rows.start * shared, group.rows.stop * shared)
-            weights_GMP = _exp(_scores(scratch.take(group, n_kv), q[:, rows], k, group), shift, rows)
-            dv.add(weights_GMP, grad[:, rows], group)
-            change_GMP = more.take(group, n_kv)
-            v.products(change_GMP, grad[:, rows], group)
+            keys_GPE, values_GPE, q_GME, grad_GME = k.of(group), v.of(group), q[:, rows], grad[:, rows]
+            weights_GMP = _exp(_scores(scratch.take(group, n_kv), q_GME, keys_GPE, group), shift, rows)
+            dv.add(torch.bmm(weights_GMP.transpose(1, 2), grad_GME), group)
+            change_GMP = torch.bmm(grad_GME, values_GPE.transpose(1, 2), out=more.take(group, n_kv))
             change_GMP.sub_(inner_GM1[:, rows]).mul_(weights_GMP)
-            k.sum_into(dq[:, rows], change_GMP, group)
-            dk.add(change_GMP, q[:, rows], group)
+            dq[:, rows] = torch.bmm(change_GMP, keys_GPE)
+            dk.add(torch.bmm(change_GMP.transpose(1, 2), q_GME), group)
         heads_last = (x.transpose(0, 1) for x in (dk.context, dv.context, dk.slots, dv.slots))
         return _unfold(dq.mul_(ctx.scale), shared), *heads_last, None
 
@@ -197,39 +200,38 @@ def _unfold(x_GME: torch.Tensor, shared: int) -> torch.Tensor:
     return x_GRKE.transpose(0, 1).reshape(-1, n_kv * shared, width)
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """Keys, values, or gradients of either: of context rows [G, C, E] and of slots [G, Q, E]."""
+class _Rows:
+    """Keys or values of context and slots; those of a group stand side by side, so that one product takes them all.
 
-    context: torch.Tensor
-    slots: torch.Tensor
+    A group's slots are put behind the context that it sees, over rows that no group before it sees: groups have to
+    come last first.
+    """
 
-    @classmethod
-    def of(cls, context_CGE: torch.Tensor, slots_QGE: torch.Tensor) -> _Keys:
-        return cls(context_CGE.transpose(0, 1).contiguous(), slots_QGE.transpose(0, 1).contiguous())
+    def __init__(self, context_CGE: torch.Tensor, slots_QGE: torch.Tensor, groups: list[Group]) -> None:
+        most = max((size(group.slots) for group in groups), default=0)
+        n_rows, n_kv, width = context_CGE.shape
+        self.buffer_GRE = context_CGE.new_empty(n_kv, n_rows + most, width)
+        self.buffer_GRE[:, :n_rows] = context_CGE.transpose(0, 1)
+        self.slots_GQE = slots_QGE.transpose(0, 1)
 
-    @classmethod
-    def zeros(cls, context_GCE: torch.Tensor, slots_GQE: torch.Tensor) -> _Keys:
-        return cls(torch.zeros_like(context_GCE), torch.zeros_like(slots_GQE))
+    def of(self, group: Group) -> torch.Tensor:
+        """[G, P, E], good until the next group's."""
+        stop = group.context.stop + size(group.slots)
+        self.buffer_GRE[:, group.context.stop : stop] = self.slots_GQE[:, group.slots]
+        return self.buffer_GRE[:, group.context.start : stop]
 
-    def products(self, out_GMP: torch.Tensor, rows_GME: torch.Tensor, group: Group) -> None:
-        """Products of rows with the group's context and with its slots, side by side."""
+
+class _Gradients:
+    """Of keys or values: of context rows [G, C, E], added up over groups, and of slots [G, Q, E]."""
+
+    def __init__(self, context_CGE: torch.Tensor, slots_QGE: torch.Tensor) -> None:
+        self.context, self.slots = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (context_CGE, slots_QGE))
+
+    def add(self, part_GPE: torch.Tensor, group: Group) -> None:
+        """A group's part; no other group sees its slots."""
         n = size(group.context)
-        torch.bmm(rows_GME, self.context[:, group.context].transpose(1, 2), out=out_GMP[:, :, :n])
-        torch.bmm(rows_GME, self.slots[:, group.slots].transpose(1, 2), out=out_GMP[:, :, n:])
-
-    def sum_into(self, out_GME: torch.Tensor, weights_GMP: torch.Tensor, group: Group) -> None:
-        """Weighted sums over the group's context and slots."""
-        n = size(group.context)
-        # Into a tensor of its own: batched products into rows of a larger one are done one by one.
-        sums_GME = torch.bmm(weights_GMP[:, :, :n], self.context[:, group.context])
-        out_GME.copy_(sums_GME.baddbmm_(weights_GMP[:, :, n:], self.slots[:, group.slots]))
-
-    def add(self, weights_GMP: torch.Tensor, rows_GME: torch.Tensor, group: Group) -> None:
-        """Add weighted rows to what belongs to the context, and set the group's slots: no other group sees those."""
-        n, turned = size(group.context), weights_GMP.transpose(1, 2)
-        self.context[:, group.context].add_(torch.bmm(turned[:, :n], rows_GME))
-        self.slots[:, group.slots].copy_(torch.bmm(turned[:, n:], rows_GME))
+        self.context[:, group.context].add_(part_GPE[:, :n])
+        self.slots[:, group.slots] = part_GPE[:, n:]
 
 
 class _Scratch:
@@ -246,8 +248,8 @@ class _Scratch:
         return self.buffer[: self._size(group)].view(n_kv, -1, group.n_keys)
 
 
-def _scores(out_GMP: torch.Tensor, q_GME: torch.Tensor, k: _Keys, group: Group) -> torch.Tensor:
-    k.products(out_GMP, q_GME, group)
+def _scores(out_GMP: torch.Tensor, q_GME: torch.Tensor, keys_GPE: torch.Tensor, group: Group) -> torch.Tensor:
+    torch.bmm(q_GME, keys_GPE.transpose(1, 2), out=out_GMP)
     out_GMP.unflatten(1, (len(group.mask), -1))[..., group.masked_from :].add_(group.mask)
     return out_GMP
 

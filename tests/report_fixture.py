@@ -141,7 +141,9 @@ def _train(run: Path, rng: np.random.Generator) -> None:
         row = {"kind": "step", "step": step, "epoch": int(6 * share), "loss": loss, "lr": lr}
         row |= {"grad_norm": float(1.4 * np.exp(-share) + rng.gamma(2, 0.12))}
         row |= {"accuracy": accuracy(share, rng.normal(0, 0.02))}
-        lines.append(row | {"tokens_per_s": 2100.0, "data_wait_s": 0.002, "seconds": 0.52})
+        row |= {"expected_acceptance": tau_of(row["accuracy"]), "peak_share": 0.31, "data_wait_share": 0.004}
+        row |= {"skipped": 7, "skipped_why": {"no anchor: the response is one token": 6, "<b>unreadable</b>": 1}}
+        lines.append(row | {"tokens_per_s": 2100.0, "data_wait_s": 0.002, "seconds": 0.52 * step})
         if step % 100 == 0 or step == 10:
             held = accuracy(0.85 * share)
             look = {"kind": "heldout", "step": step, "loss": loss + 0.15, "accuracy": held}

@@ -16,7 +16,8 @@ from tests.report_fixture import BLOCK, CATEGORIES, HOSTILE, N_SAMPLES, STEPS, w
 
 STAGES = ("generate", "extract", "train", "evaluate", "export")
 FIGURES = (
-    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "slots", "schedule", "speed",
+    "skipped", "lengths", "stages",
 )  # fmt: skip
 
 
@@ -88,6 +89,9 @@ def test_page_shows_every_figure_with_its_sentence_and_the_json_holds_the_same_n
     assert "gives the same text with the drafter as without it for 17 of 20 prompts, 2 part at a tie" in page.text
     assert "By tokens of the prompt, trained" in page.text
     assert "1 differ unexplained; its acceptance is within our interval at 6 of 7 positions" in page.text
+    assert report["train"]["skipped"] == {"no anchor: the response is one token": 6, "<b>unreadable</b>": 1}
+    for text in ("7 samples gave the training nothing", "spent waiting for data is", "at position 7"):
+        assert text in page.text, text
     for text in ("1.03 → 3.87", "2.36×", "48 of 48", "duplicate_id", "truncated", "5.225"):
         assert text in page.text, text
 

@@ -22,7 +22,8 @@ from tests.report_fixture import write_run
 pytestmark = pytest.mark.browser
 
 FIGURES = (
-    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "schedule", "lengths", "stages"
+    "acceptance", "categories", "split", "sizes", "served", "loss", "tau", "accuracy", "slots", "schedule", "speed",
+    "skipped", "lengths", "stages",
 )  # fmt: skip
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
