@@ -151,17 +151,22 @@ def _write_report(recipe: Any, against: Path | None = None) -> None:
     "--samples", "n_samples", type=click.IntRange(1, 10**12), help="Samples to plan for, when they cannot be counted."
 )
 @click.option("--mean-tokens", type=click.FloatRange(1, 1e9), help="Mean tokens of a sample, prompt and response.")
+@click.option("--rate", "rates", multiple=True, metavar="NAME=NUMBER",
+              help="A speed instead of the assumed one: peak_tflops, generate_share, extract_share, train_share (of "
+              "the peak), store_bytes_per_s.")  # fmt: skip
 @JsonOption
 def plan_command(
-    recipe: Path, overrides: tuple[str, ...], n_samples: int | None, mean_tokens: float | None, as_json: bool
-) -> None:
-    """What RECIPE will cost, before any GPU is used: layers, MASK id, bytes, shards, parameters, FLOPs."""
+    recipe: Path, overrides: tuple[str, ...], n_samples: int | None, mean_tokens: float | None, rates: tuple[str, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """What RECIPE will cost, before any GPU is used: layers, MASK id, bytes, shards, parameters, FLOPs, GPU hours."""
     from pipeline.recipe import load_recipe
     from pipeline.sizing import plan_run, render_plan
+    from pipeline.sizing_rates import read_rates
 
     if mean_tokens is not None and mean_tokens != mean_tokens:
         raise click.BadParameter("nan is no number of tokens", param_hint="--mean-tokens")
-    plan = plan_run(load_recipe(recipe, overrides), n_samples, mean_tokens)
+    plan = plan_run(load_recipe(recipe, overrides), n_samples, mean_tokens, read_rates(rates))
     click.echo(json.dumps(plan, indent=1) if as_json else render_plan(plan))
 
 

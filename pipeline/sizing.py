@@ -23,6 +23,7 @@ from pipeline.costs import (
 from pipeline.recipe import Recipe
 from pipeline.report_text import bytes_text, count_text
 from pipeline.sample_counts import SampleCounts, count_samples
+from pipeline.sizing_rates import SizingRates, costs_of
 from stages.config import PROFILES
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ _BF16 = 2
 _RESPONSE_TOKEN = 9  # two int32 ids' worth and a mask byte, before compression: an upper bound
 
 
-def plan_run(recipe: Recipe, n_samples: int | None = None, mean_tokens: float | None = None) -> dict[str, Any]:
+def plan_run(
+    recipe: Recipe, n_samples: int | None = None, mean_tokens: float | None = None, rates: SizingRates | None = None
+) -> dict[str, Any]:
     """Sizes and costs of a run, as JSON-able values.
 
     Args:
         recipe: the run.
         n_samples: how many samples to plan for; None counts responses or sources.
         mean_tokens: mean tokens of a sample; None measures responses, or assumes an upper bound.
+        rates: speeds from which GPU hours follow; None takes the assumed ones.
 
     Raises:
         TargetError: there is no such target, or it lacks the wanted layers.
@@ -59,7 +63,7 @@ def plan_run(recipe: Recipe, n_samples: int | None = None, mean_tokens: float | 
     spec = spec_for_target(recipe.drafter, config, feature_layer_ids=used, mask_token_id=mask)
     counts = count_samples(recipe, n_samples, mean_tokens)
     cache = _cache(recipe, spec, counts)
-    return {
+    plan = {
         "recipe": recipe.name,
         "run": str(recipe.run),
         "target": {
@@ -80,6 +84,7 @@ def plan_run(recipe: Recipe, n_samples: int | None = None, mean_tokens: float | 
             "tensors": 11 * spec.n_layers + 3,
             "frozen_parameters": frozen_parameters(spec),
         },
+        "generate": {"flops": counts.n_samples * answer_flops(config.get_text_config(), counts)},
         "extract": {
             "layers_run": layer_ids[-1] + 1,
             "prefill_flops": counts.n_samples
@@ -88,6 +93,15 @@ def plan_run(recipe: Recipe, n_samples: int | None = None, mean_tokens: float | 
         "train": _train(recipe, spec, counts),
         "disk": _disk(recipe, spec, counts, cache["bytes"]),
     }
+    rolling = recipe.cache.max_bytes is not None and cache["bytes"] > recipe.cache.max_bytes
+    served = recipe.train.passes_per_window if rolling else recipe.train.epochs
+    return plan | {"costs": costs_of(plan, rates or SizingRates(), epochs_per_making=served)}
+
+
+def answer_flops(text_config: Any, counts: SampleCounts) -> float:
+    """FLOPs of the target for one answer: every layer once for each token, the head for each answer token."""
+    layers = prefill_flops(text_config, n_layers=text_config.num_hidden_layers, tokens=counts.mean_tokens)
+    return layers + 2.0 * counts.mean_response_tokens * text_config.hidden_size * text_config.vocab_size
 
 
 def _mask(recipe: Recipe, embedding_rows: int) -> tuple[int | None, str]:
@@ -151,6 +165,8 @@ def _train(recipe: Recipe, spec: DrafterSpec, counts: SampleCounts) -> dict[str,
         "anchors_per_sample": anchors,
         "steps_per_epoch": steps,
         "epochs": train.epochs,
+        "checkpoint_every": train.checkpoint_every,
+        "checkpoint_bytes": drafter_parameters(spec) * _STATES * _FP32,
         "flops_per_sample": parts,
         "flops_per_step": sum(parts.values()) * train.batch_samples,
         "flops_per_epoch": sum(parts.values()) * n_train,
@@ -214,6 +230,17 @@ def _cache_text(cache: dict[str, Any]) -> str:
     return f"{kind}, {cache['token_bytes']:,} B per token before compression"
 
 
+def _cost_rows(costs: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for stage, cost in costs["stages"].items():
+        moved = " and ".join(f"{bytes_text(n)} {what}" for what, n in cost["network_bytes"].items() if n)
+        rows.append((f"  {stage}", f"{cost['gpu_hours']:,.0f} GPU hours at {cost['share_of_peak']:.0%} of the peak; "
+                                   f"{moved}: {cost['store_s'] / 3600:,.1f} h of the storage"))  # fmt: skip
+    storage = f"the storage {bytes_text(costs['store_bytes_per_s'])}/s"
+    assumed = f"if a GPU has {costs['peak_tflops']:,.0f} TFLOP/s, {storage}"
+    return [("GPU hours", f"{costs['gpu_hours']:,.0f} {assumed}"), *rows]
+
+
 def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     target, samples, cache, drafter = plan["target"], plan["samples"], plan["cache"], plan["drafter"]
     train, extract, disk = plan["train"], plan["extract"], plan["disk"]
@@ -247,5 +274,6 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{flops_text(train['flops_per_step'])} per step, {flops_text(train['flops_per_epoch'])} per "
             f"epoch, {flops_text(train['flops'])} in all",
         ),
+        *_cost_rows(plan["costs"]),
         ("disk", f"needs {bytes_text(disk['need_bytes'])}, {bytes_text(disk['free_bytes'])} free at {disk['folder']}"),
     ]
