@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.credentials import credential_faults, shown_setting
 from pipeline.errors import RecipeError
 from pipeline.yaml_text import parse_yaml
 from stages.config import (
@@ -135,10 +136,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: found {_kind(raw)}, expected a mapping with the keys {', '.join(_file_keys())}")
     for override in overrides:
         _apply(raw, override)
+    where = " ".join([str(path), *(f"--set {shown_setting(o)}" for o in overrides)])
+    secret = [*credential_faults(raw)]  # first of all: other faults show the values
+    if secret:
+        raise RecipeError("\n".join(f"{where}: {fault}" for fault in secret))
     faults = [*_unknown_keys(raw, Recipe, "")]
     values, more = _validated(raw)
     if faults or more:
-        where = " ".join([str(path), *(f"--set {o}" for o in overrides)])
         raise RecipeError("\n".join(f"{where}: {fault}" for fault in [*faults, *more]))
     values.setdefault("run", Path("runs") / values["name"])
     return Recipe(**values, base=path.parent)
@@ -272,7 +276,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     """Set one `dotted.key=value` in the parsed file, in place."""
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
-    where = f"--set {override}"
+    where = f"--set {shown_setting(override)}"
     if not equals or not all(dotted.split(".")):
         raise RecipeError(f"{where}: expected dotted.key=value, such as train.lr=3e-4")
     value = parse_yaml(text, where=where)
