@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from pipeline import cache_work_cli, serve_cli
 from pipeline.cache_cli import JsonOption, say
+from pipeline.credentials import redacted
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
 SetOption = click.option(
@@ -229,11 +229,6 @@ def main(args: list[str] | None = None) -> None:
 
 
 INTERRUPTED = "interrupted; run the same command again to go on"
-
-
-def redacted(error: object) -> str:
-    """A message without the user and password of any URL in it: it may quote a recipe or an override."""
-    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s@'\"]*@", r"\1…@", str(error))
 
 
 def entry() -> None:

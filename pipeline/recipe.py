@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checked_yaml import checked, fields_of, item_type, nearest, read_mapping, value_text, without_none
+from pipeline.credentials import credential_faults, shown_setting
 from pipeline.errors import RecipeError
 from pipeline.yaml_text import parse_yaml
 from stages.config import (
@@ -123,7 +124,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     raw = read_mapping(path, "recipe", Recipe)
     for override in overrides:
         _apply(raw, override)
-    where = " ".join([str(path), *(f"--set {o}" for o in overrides)])
+    where = " ".join([str(path), *(f"--set {shown_setting(o)}" for o in overrides)])
+    secret = [*credential_faults(raw)]  # first of all: other faults show the values
+    if secret:
+        raise RecipeError("\n".join(f"{where}: {fault}" for fault in secret))
     values = checked(raw, Recipe, where=where, optional=frozenset({"run"}))
     values.setdefault("run", Path("runs") / values["name"])
     return Recipe(**values, base=path.parent)
@@ -136,7 +140,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     """Set one `dotted.key=value` in the parsed file, in place."""
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
-    where = f"--set {override}"
+    where = f"--set {shown_setting(override)}"
     if not equals or not all(dotted.split(".")):
         raise RecipeError(f"{where}: expected dotted.key=value, such as train.lr=3e-4")
     value = parse_yaml(text, where=where)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from dataclasses import dataclass
 
 from stages.errors import TargetError
+from stages.meeting import join_on_loopback
 
 MEETING_S = 600
 """How long processes wait for each other, at first and in every exchange."""
@@ -19,8 +19,8 @@ class Member:
     Attributes:
         rank: 0 … size - 1; rank 0 alone commits, its receipt counts.
         size: processes of the group.
-        address: of rank 0's node, where the group meets.
-        port: free on that node when the group was formed.
+        address: of the node that all are on.
+        port: free on that node when the group was formed; they meet there, on the loopback interface.
     """
 
     rank: int
@@ -36,7 +36,6 @@ def join_group(member: Member) -> None:
         TargetError: they did not all come in time.
     """
     import torch
-    import torch.distributed as dist
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     # transformers asks the environment who this is. Ray gives each process its GPU as number 0.
@@ -45,14 +44,10 @@ def join_group(member: Member) -> None:
     os.environ.update({name: str(value) for name, value in places.items()})
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-    host = f"[{member.address}]" if ":" in member.address else member.address
     try:
-        dist.init_process_group(
-            backend, init_method=f"tcp://{host}:{member.port}", rank=member.rank, world_size=member.size,
-            timeout=datetime.timedelta(seconds=MEETING_S),
-        )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
+        join_on_loopback(backend, rank=member.rank, size=member.size, port=member.port, timeout_s=MEETING_S)
+    except (RuntimeError, ValueError, OSError) as error:
         raise TargetError(
-            f"process {member.rank} of {member.size} did not meet its group at {member.address}:{member.port} within "
+            f"process {member.rank} of {member.size} did not meet its group at port {member.port} of its node within "
             f"{MEETING_S} s: {str(error).strip().splitlines()[0]}. Are the ports between processes of one node open?"
         ) from error

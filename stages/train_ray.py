@@ -10,14 +10,18 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from cache_schema.names import random_tag
 from stages.config import TrainConfig
 from stages.errors import TrainingError
+from stages.meeting import LOOPBACK, bind_loopback, join_on_loopback
 from stages.train import TrainJob
+
+if TYPE_CHECKING:
+    from stages.world import World
 
 _PATIENCE_S = 1800
 """How long ranks wait for each other."""
@@ -27,6 +31,7 @@ _ASK_EVERY = 20
 
 def _rank(settings: dict[str, Any]) -> None:
     import ray.train
+    import torch
     from ray.train.torch import get_device
 
     from stages.train import train_rank
@@ -36,6 +41,8 @@ def _rank(settings: dict[str, Any]) -> None:
     device = get_device()
     world = World(context.get_world_rank(), context.get_world_size(), device)
     job: TrainJob = settings["job"]
+    if settings["alone"] and world.size > 1:
+        _meet(world, settings["patience_s"])
     if (job.folder / settings["failure"]).exists():
         return  # another rank has said what no retry mends; Ray restarted this group all the same
     try:
@@ -47,6 +54,36 @@ def _rank(settings: dict[str, Any]) -> None:
         if not is_storage_fault(error):
             raise
         (job.folder / settings["failure"]).write_text(storage_text(error))
+    if settings["alone"] and world.size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _meet(world: World, patience_s: float) -> None:
+    """Let the ranks of one machine find each other without a port that other machines reach."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    listening = bind_loopback() if world.rank == 0 else None
+    port = broadcast_from_rank_zero(listening.getsockname()[1] if listening else None)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    join_on_loopback(
+        backend, rank=world.rank, size=world.size, port=port, timeout_s=patience_s, listening=listening
+    )
+
+
+def _torch_config(alone: bool, patience_s: float) -> Any:
+    """Ray's own way to let ranks meet; on a Ray that is alone on this machine, they do it themselves (`_meet`)."""
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig
+
+    class Unmet(Backend):
+        share_cuda_visible_devices = True
+
+    class UnmetConfig(TorchConfig):
+        @property
+        def backend_cls(self) -> Any:
+            return Unmet
+
+    return (UnmetConfig if alone else TorchConfig)(timeout_s=round(patience_s))
 
 
 def _node_leaves() -> Callable[[], bool]:
@@ -116,16 +153,19 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         TrainingError: the ranks failed, more often than `max_restarts` allows, or with an error that no retry mends.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    import ray
     from ray.train import FailureConfig, RunConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     job.folder.mkdir(parents=True, exist_ok=True)
     failure = job.folder / f"failure.{random_tag()}.txt"
+    # While one rank waits for a shard, the others wait for that rank.
+    patience_s = _PATIENCE_S + (job.rolling.wait_s if job.rolling else 0)
+    alone = ray.util.get_node_ip_address() == LOOPBACK  # no other machine can be in a Ray with such an address
     trainer = TorchTrainer(
         _rank,
-        train_loop_config={"job": job, "failure": failure.name},
-        # While one rank waits for a shard, the others wait for that rank.
-        torch_config=TorchConfig(timeout_s=_PATIENCE_S + round(job.rolling.wait_s if job.rolling else 0)),
+        train_loop_config={"job": job, "failure": failure.name, "alone": alone, "patience_s": patience_s},
+        torch_config=_torch_config(alone, patience_s),
         scaling_config=_scaling(job.train, gpus_per_worker),
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),

@@ -1,0 +1,155 @@
+"""A tiny pipeline as `python -m jobs.pipeline` runs it, and whether two runs of it ended the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.interruption_check import differences
+from cache_schema.responses import ResponsesTable
+from cache_schema.storage import Storage, open_storage
+from pipeline.recipe import STAGES
+
+REPO = Path(__file__).parent.parent
+N_PROMPTS, N_HELD_OUT = 32, 3
+MEASURED = ("README.md",)
+"""Exported files that hold measured times."""
+LASTING = ("drafter", "block_size", "tau", "identical", "prompts", "acceptance_histogram", "responses")
+"""Of an evaluated setting: what does not depend on how fast the machine was."""
+
+
+def make_home(folder: Path) -> Path:
+    """A tiny target, prompts, and the recipe of all runs; returns the recipe."""
+    from tests.tiny import make_target, make_tokenizer, save_target
+
+    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
+    for name, n, text in (("train", N_PROMPTS, "Count from {} up."), ("held", N_HELD_OUT, "Count down from {}.")):
+        rows = [{"id": f"{name}-{i}", "prompt": text.format(i)} for i in range(n)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "name": "chaos",
+        "target": {"model": str(folder / "target"), "dtype": "float32"},
+        "prompts": {"sources": [{"path": "train.jsonl"}]},
+        "generate": {"max_new_tokens": 40, "part_samples": 4, "batch_size": 4, "threads": 1, "workers": 2},
+        "cache": {"n_layers": 3, "shard_bytes": 40_000},
+        "extract": {"threads": 1, "workers": 2},
+        "drafter": {"n_layers": 2, "block_size": 4},
+        "train": {
+            "epochs": 8, "batch_samples": 4, "micro_samples": 2, "anchors": 4, "heldout_share": 0.1, "bf16": False,
+            "checkpoint_every": 4, "heldout_every": 30, "log_every": 1, "threads": 1,
+        },
+        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 12, "threads": 1},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run keeps its things.
+
+    Attributes:
+        run: its folder: a path, or a URL.
+        cache: of features: below the run's folder, or elsewhere.
+        output: what all submissions of the run printed.
+    """
+
+    run: str
+    cache: str
+    output: Path
+
+    def submit(self, recipe: Path, address: str) -> subprocess.Popen[Any]:
+        """`python -m jobs.pipeline`, a process that joins the Ray at that address."""
+        settings = [f"run={self.run}"]
+        if not self.cache.startswith(self.run):
+            settings.append(f"cache.path={self.cache}")
+        command = [sys.executable, "-m", "jobs.pipeline", "--recipe", str(recipe)]
+        command += [part for setting in settings for part in ("--set", setting)]
+        environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
+        with self.output.open("ab") as output:
+            return subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output, env=environment)
+
+    def begun(self, stage: str) -> bool:
+        """Whether the stage before this one is done."""
+        at = STAGES.index(stage)
+        return at == 0 or self.done(STAGES[at - 1])
+
+    def done(self, stage: str) -> bool:
+        """Whether the run folder says so."""
+        return open_storage(self.run).exists(f"status/{stage}.json")
+
+    def work(self, stage: str) -> int:
+        """How much of a stage is committed: parts, shards, steps behind the newest checkpoint, prompts."""
+        if stage == "train":
+            return max((_step(name) for name in open_storage(self.run).folders("train/checkpoints")), default=0)
+        if stage == "extract":
+            return _count(self.cache, "commits")
+        return _count(self.run, {"generate": "responses/commits", "evaluate": "evaluate/prompts"}.get(stage, stage))
+
+    def remove(self) -> None:
+        """Both folders and the output."""
+        for place in {self.run, self.cache}:
+            open_storage(place).delete_tree("")
+        self.output.unlink(missing_ok=True)
+
+
+def _step(checkpoint: str) -> int:
+    number = checkpoint.removeprefix("step-")
+    return int(number) if number.isdecimal() else 0
+
+
+def _count(location: str, prefix: str) -> int:
+    return sum(key.endswith(".json") for key, _ in open_storage(location).list(prefix))
+
+
+def run_differences(ours: Place, reference: Place) -> list[str]:
+    """How a finished run differs from one that nothing disturbed, output by output."""
+    problems = _responses(ours.run, reference.run)
+    problems += differences(ours.cache, reference.cache)[0]
+    folders = [open_storage(place.run) for place in (ours, reference)]
+    newest = [max(f"train/checkpoints/{name}" for name in folder.folders("train/checkpoints")) for folder in folders]
+    problems += _files("weights", [_objects(f, prefix) for f, prefix in zip(folders, newest, strict=True)])
+    problems += _files("export", [_objects(folder, "export") for folder in folders])
+    if _evaluated(folders[0]) != _evaluated(folders[1]):
+        problems.append("evaluate: other results")
+    return problems
+
+
+def _responses(ours: str, theirs: str) -> list[str]:
+    """Rows, and the bytes of the parts: whatever attempt wrote them."""
+    folders = [open_storage(run) for run in (ours, theirs)]
+    parts = [{key.split(".")[0]: folder.read(key) for key, _ in folder.list("responses/parts")
+              if key.endswith(".parquet")} for folder in folders]  # fmt: skip
+    tables = [ResponsesTable.open(_place(f"{run}/responses")) for run in (ours, theirs)]
+    ids = [sorted(r.sample_id for r in table) for table in tables]
+    problems = [] if ids[0] == ids[1] else ["responses: the samples are not the same ones, each once"]
+    if tables[0].responses_hash() != tables[1].responses_hash():
+        problems.append("responses: they have another hash")
+    return problems + ([] if parts[0] == parts[1] else ["responses: parts have other bytes"])
+
+
+def _place(location: str) -> Any:
+    return location if "://" in location else Path(location)
+
+
+def _objects(storage: Storage, prefix: str) -> dict[str, bytes]:
+    found = {key.removeprefix(f"{prefix}/"): storage.read(key) for key, _ in storage.list(prefix)}
+    return {name: b"" if name in MEASURED else data for name, data in found.items()}
+
+
+def _files(what: str, found: list[dict[str, bytes]]) -> list[str]:
+    """Files that are only on one side, or have other bytes there."""
+    names = sorted(found[0].keys() | found[1].keys())
+    return [f"{what}: {name} is not the same" for name in names if found[0].get(name) != found[1].get(name)]
+
+
+def _evaluated(storage: Storage) -> list[dict[str, Any]]:
+    runs = json.loads(storage.read("evaluate/results.json"))["runs"]
+    return [{key: row.get(key) for key in LASTING} for row in runs]
