@@ -63,6 +63,7 @@ def run(parts: Any, pythons: dict[str, Path], *, quick: bool = False, rounds: in
     rounds = 1 if quick else rounds
     naive, rivals = (QUICK, QUICK) if quick else (NAIVE, RIVALS)
     size, vocab, rows = (64, 512, 100) if quick else (256, 32768, 3840)
+    half = size // 2, vocab // 4
     anchors = [8, 16] if quick else [64, 128, 256, 512]
     lengths = [64, 128] if quick else [512, 1024, 2048, 3072]
     work = {
@@ -71,8 +72,8 @@ def run(parts: Any, pythons: dict[str, Path], *, quick: bool = False, rounds: in
         "rivals": lambda: [against_rivals(case, pythons, rounds) | {"asked": least} for case, least in rivals.items()],
         "loss": lambda: [compare_losses(size, vocab, rows, rounds) | {"asked": 0.0 if quick else 2.0}],
         "scaling": lambda: [
-            *scaling([Case(size // 2, vocab // 4, tokens=8 * max(anchors) // 4, anchors=a) for a in anchors], rounds),
-            *scaling([Case(size // 2, vocab // 4, tokens=t, anchors=min(anchors[1], 128)) for t in lengths], rounds),
+            *scaling([Case(*half, tokens=2 * max(anchors), anchors=a) for a in anchors], "anchors", rounds),
+            *scaling([Case(*half, tokens=t, anchors=anchors[1]) for t in lengths], "tokens", rounds),
         ],
         "share": lambda: [share_outside(case, rounds, bf16=bf16) for case in rivals for bf16 in (False, True)],
     }

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,20 +18,42 @@ from benchmarks.train_steps import least_cpu, our_step
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 
 
-def scaling(cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
-    """Seconds of each case, measured in turn, and the multiply-adds of its matrix products."""
+def scaling(cases: Sequence[Case], along: str, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of each case, measured in turn, beside the straight line through them and what they multiply.
+
+    Args:
+        cases: that differ in one size.
+        along: its name, `anchors` or `tokens`.
+        rounds: of measurements; the least of each case counts.
+
+    Returns:
+        Per case: `seconds`; `line`, what the least-squares line through all cases gives, and `off`, the relative
+        distance from it; 10⁹ multiply-adds of the `attention` (batched products) and of all `others`;
+        `seconds_per_gmac`, which is the same for all where nothing but products costs time.
+    """
     steps = {str(case): our_step(make_setup(case)) for case in cases}
     seconds = least_cpu(steps, rounds)
-    return [{"case": name, "seconds": seconds[name], "gmac": products(step)} for name, step in steps.items()]
+    sizes = [float(getattr(case, along)) for case in cases]
+    slope, start = np.polyfit(sizes, list(seconds.values()), 1)
+    rows = []
+    for (name, step), size in zip(steps.items(), sizes, strict=True):
+        others, attention = products(step)
+        line = start + slope * size
+        rows.append({"case": name, "along": along, "seconds": seconds[name], "line": line,
+                     "off": abs(seconds[name] / line - 1), "attention_gmac": attention, "others_gmac": others,
+                     "seconds_per_gmac": seconds[name] / (others + attention)})  # fmt: skip
+    return rows
 
 
-def products(step: Any) -> float:
-    """10⁹ multiply-adds in the matrix products of a step."""
+def products(step: Any) -> tuple[float, float]:
+    """10⁹ multiply-adds in the matrix products of a step: linear layers and head, and attention (batched ones)."""
     in_place = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)  # torch's counter leaves these out
     counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _product_flops))
     with counter:
         step()
-    return counter.get_total_flops() / 2e9
+    counts = {str(op): flops / 2e9 for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(gmac for op, gmac in counts.items() if "bmm" in op)
+    return sum(counts.values()) - attention, attention
 
 
 def _product_flops(_into: Any, rows: Sequence[int], columns: Sequence[int], **_: Any) -> int:
