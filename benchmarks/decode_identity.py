@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ def run_identity(
     requests = heldout_requests(target, prompts)
     started = time.perf_counter()
     plain: dict[str, Decoded] = {}
-    for request in requests:
+    for number, request in enumerate(requests):
+        _say_progress(f"{dtype}, plain", number, len(requests))
         one = decode_batch(target, [request], max_new_tokens=tokens, stop_ids=stop_ids)
         plain[request.sample_id] = one.rows[0]
     print(f"{dtype}: {len(plain)} prompts, {sum(len(p.ids) for p in plain.values())} tokens by plain decoding in "
@@ -71,12 +73,21 @@ def run_identity(
     return ok
 
 
+def _say_progress(name: str, done: int, n: int) -> None:
+    """Where it is, on one line of a terminal; nothing in a log."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{name} {done} of {n}" if name else "\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 def _compare(
     target: Target, drafter: Drafter, requests: list[Request], plain: dict[str, Decoded], size: int, batch: int,
     tokens: int, stop_ids: frozenset[int],
 ) -> bool:
+    mark = time.process_time()
     same, ties, taus, others = 0, 0, [], []
-    for together in in_batches(requests, batch):
+    name = f"{str(target.dtype).removeprefix('torch.')}, block {size}, batch {batch}"
+    for number, together in enumerate(in_batches(requests, batch)):
+        _say_progress(name, number * batch, len(requests))
         found = decode_batch(target, together, drafter=drafter if size > 1 else None, block_size=size,
                              max_new_tokens=tokens, stop_ids=stop_ids)  # fmt: skip
         for request, row in zip(together, found.rows, strict=True):
@@ -89,9 +100,11 @@ def _compare(
             why = explain_difference(target, request.ids, expected, row.ids, difference["position"])
             ties += why["tie"]
             others.append((request.sample_id, difference["position"], why))
-    print(f"  block {size}, batch {batch}: {same} of {len(requests)} identical, {ties} ties, "
-          f"{len(others) - ties} unexplained; τ {sum(taus) / len(taus):.2f}", flush=True)  # fmt: skip
+    _say_progress("", 0, 0)
+    print(f"  {name}: {same} of {len(requests)} identical, {ties} ties, {len(others) - ties} unexplained; "
+          f"τ {sum(taus) / len(taus):.2f}; {time.process_time() - mark:.0f} s of CPU", flush=True)  # fmt: skip
     for sample_id, position, why in others:
         gap = "–" if why["gap"] is None else f"{why['gap']:.4f} (bound {why['bound']:.4f})"
-        print(f"    {sample_id} at {position}: gap {gap}", flush=True)
+        kind = "tie" if why["tie"] else "NOT EXPLAINED"
+        print(f"    {kind}: {sample_id} at token {position}, gap {gap}", flush=True)
     return len(others) == (0 if target.dtype == torch.float32 else ties)

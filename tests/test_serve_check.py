@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -225,6 +227,10 @@ def test_a_server_is_started_and_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"{SERVER}.serve_forever()", str(port)]
     with running(command, f"http://127.0.0.1:{port}", log) as url, socket.create_connection(("127.0.0.1", port)):
         assert url.endswith(str(port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with pytest.raises(KeyboardInterrupt), running(command, f"http://127.0.0.1:{port}", log):
+        os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
