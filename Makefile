@@ -29,7 +29,8 @@ SUBMIT_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
-    bench-runner bench-extract bench-train bench-resume bench-train-data bench-decode check-serve sweep $(STAGES) \
+    bench-runner bench-planning bench-simulate bench-extract bench-train bench-resume bench-train-data bench-decode \
+    check-serve sweep $(STAGES) \
     $(JOBS:%=submit-%)
 
 help: ## this list
@@ -68,6 +69,12 @@ bench-rolling: $(STAMP) ## training from a cache ten times larger than cache.max
 
 bench-runner: $(STAMP) ## cost of the pool of workers per shard; a cluster whose nodes go and come: the same cache
 	$(BIN)/python -m benchmarks.runner --own-cost --cluster $(BENCH_ARGS)
+
+bench-planning: $(STAMP) ## what 1,000,000 samples and 20,000 shards cost the driver
+	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
+
+bench-simulate: $(STAMP) ## dflash simulate beside runs of the real pool, with and without deaths of workers
+	$(BIN)/python -m benchmarks.simulate $(BENCH_ARGS)
 
 bench-extract: $(STAMP) ## speed of the extract stage beside bare passes and the usual way; BENCH_ARGS=--quick is a try
 	$(BIN)/python -m benchmarks.extract $(BENCH_ARGS)

@@ -19,11 +19,14 @@ from pipeline.errors import PipelineError
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.sample_counts import count_samples
 from pipeline.sizing import flops_text, plan_run, render_plan
+from pipeline.sizing_rates import read_rates
 from stages.config import ConfigError
 from stages.drafter import Drafter, DrafterSpec
 from stages.errors import TargetError
 from stages.hardware import step_flops
 from stages.layers import check_layer_ids, feature_layer_ids
+
+ROOT = Path(__file__).parents[1]
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
@@ -281,3 +284,56 @@ def test_a_damaged_table_is_not_counted(tmp_path: Path, text: str) -> None:
     (recipe.run / "responses" / "commits").mkdir(parents=True)
     (recipe.run / "responses" / "responses.json").write_text(text)
     assert count_samples(recipe).n_samples_source == "rows of the sources"
+
+
+# --- GPU hours, traffic and the table in the docs -----------------------------------------------------
+
+PUBLISHED = {"qwen3-4b": (4.0e9, 4.0e9), "qwen3-8b": (8.2e9, 8.2e9), "qwen3-32b": (32.8e9, 32.8e9),
+             "qwen3-30b-a3b": (30.5e9, 3.3e9)}  # fmt: skip
+"""Parameters, and those that a token visits, as the model cards on the hub give them."""
+
+
+@pytest.mark.parametrize("folder", PUBLISHED)
+def test_the_shapes_give_the_published_parameters(folder: str) -> None:
+    c = json.loads((ROOT / "recipes" / "sizing" / folder / "config.json").read_text())
+    attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
+    widths = [c.get("moe_intermediate_size", c["intermediate_size"]) * n
+              for n in (c.get("num_experts", 1), c.get("num_experts_per_tok", 1))]  # fmt: skip
+    embedding = c["vocab_size"] * c["hidden_size"] * (1 if c["tie_word_embeddings"] else 2)
+    for width, published in zip(widths, PUBLISHED[folder], strict=True):
+        found = c["num_hidden_layers"] * (attention + 3 * c["hidden_size"] * width) + embedding
+        assert found == pytest.approx(published, rel=0.02)
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
+    from benchmarks.sizing import table
+
+    text = (ROOT / "docs" / "operations.md").read_text()
+    printed = table(ROOT)
+    assert f"<!-- sizing -->\n{printed}\n<!-- /sizing -->" in text
+
+
+def test_gpu_hours_and_traffic_follow_from_flops_and_bytes(tmp_path: Path) -> None:
+    rates = read_rates(["peak_tflops=100", "extract_share=0.5", "store_bytes_per_s=1e9"])
+    plan = plan_run(recipe_at(tmp_path), 1000, 500, rates)
+    costs, stages = plan["costs"], plan["costs"]["stages"]
+    assert stages["extract"]["gpu_hours"] == pytest.approx(plan["extract"]["prefill_flops"] / 0.5e14 / 3600)
+    assert stages["train"]["gpu_hours"] == pytest.approx(plan["train"]["flops"] / 0.3e14 / 3600)
+    assert costs["gpu_hours"] == pytest.approx(sum(s["gpu_hours"] for s in stages.values()))
+    assert stages["extract"]["network_bytes"]["written"] == plan["cache"]["bytes"]
+    assert stages["train"]["network_bytes"]["read"] == plan["cache"]["bytes"] * plan["train"]["epochs"]
+    assert stages["train"]["store_s"] == pytest.approx(sum(stages["train"]["network_bytes"].values()) / 1e9)
+    assert plan["generate"]["flops"] > plan["extract"]["prefill_flops"]
+    assert "GPU hours at 50% of the peak" in render_plan(plan)
+    small = recipe_at(tmp_path, "cache.max_bytes=1000", "train.epochs=6", "train.passes_per_window=2")
+    assert plan_run(small, 1000, 500)["costs"]["cache_made"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("speed=1", "NAME=NUMBER with one of peak_tflops"), ("train_share", "'' is no number"),
+     ("train_share=2", "share of train is 2.0"), ("peak_tflops=inf", "must be finite")],
+)  # fmt: skip
+def test_rates_that_are_none_are_named(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_rates([given])
