@@ -15,6 +15,7 @@ from typing import Any
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from cache_schema.names import random_tag
+from cache_schema.storage import Storage, open_storage
 from stages.config import TrainConfig
 from stages.errors import TrainingError
 from stages.train import TrainJob
@@ -36,17 +37,18 @@ def _rank(settings: dict[str, Any]) -> None:
     device = get_device()
     world = World(context.get_world_rank(), context.get_world_size(), device)
     job: TrainJob = settings["job"]
-    if (job.folder / settings["failure"]).exists():
+    place = open_storage(job.folder)
+    if place.exists(settings["failure"]):
         return  # another rank has said what no retry mends; Ray restarted this group all the same
     try:
         train_rank(job, world, leaving=_node_leaves())
     except DFlashError as error:
         # Another try would end the same way: leave the words for the driver, and let the group end in order.
-        (job.folder / settings["failure"]).write_text(f"{type(error).__name__}: {error}")
+        place.replace(settings["failure"], f"{type(error).__name__}: {error}".encode())
     except OSError as error:
         if not is_storage_fault(error):
             raise
-        (job.folder / settings["failure"]).write_text(storage_text(error))
+        place.replace(settings["failure"], storage_text(error).encode())
 
 
 def _node_leaves() -> Callable[[], bool]:
@@ -97,14 +99,13 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    job.folder.mkdir(parents=True, exist_ok=True)
-    failure = job.folder / f"failure.{random_tag()}.txt"
+    place, failure = open_storage(job.folder), f"failure.{random_tag()}.txt"
     resources: dict[str, float] = {"CPU": job.train.threads or 1}
     if gpus_per_worker:
         resources["GPU"] = gpus_per_worker
     trainer = TorchTrainer(
         _rank,
-        train_loop_config={"job": job, "failure": failure.name},
+        train_loop_config={"job": job, "failure": failure},
         # While one rank waits for a shard, the others wait for that rank.
         torch_config=TorchConfig(timeout_s=_PATIENCE_S + round(job.rolling.wait_s if job.rolling else 0)),
         scaling_config=ScalingConfig(num_workers=_ranks(job.train), use_gpu=gpus_per_worker > 0,
@@ -117,15 +118,15 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
         raise KeyboardInterrupt from interrupted
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
-        if failure.exists():
-            raise TrainingError(_taken(failure)) from error
+        if place.exists(failure):
+            raise TrainingError(_taken(place, failure)) from error
         raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
-    if failure.exists():
-        raise TrainingError(_taken(failure))
+    if place.exists(failure):
+        raise TrainingError(_taken(place, failure))
 
 
-def _taken(failure: Path) -> str:
+def _taken(place: Storage, failure: str) -> str:
     """What a rank left in the file, which goes."""
-    message = failure.read_text()
-    failure.unlink()
+    message = place.read(failure).decode()
+    place.delete(failure)
     return message
