@@ -65,8 +65,9 @@ def checked(raw: dict[str, Any], cls: type, *, where: str, optional: frozenset[s
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Any]:
-    """Field name -> resolved type, inherited ones last, `base` left out: it is no key of the file."""
-    hints = typing.get_type_hints(cls)
+    """Field name -> type of its value in the file (`FILE_TYPES` of a class names those that differ), inherited fields
+    last, `base` left out: it is no key of the file."""
+    hints = typing.get_type_hints(cls) | getattr(cls, "FILE_TYPES", {})
     own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in vars(cls).get("__annotations__", {}))
     return {f.name: hints[f.name] for f in own if f.name != "base"}
 

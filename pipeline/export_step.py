@@ -7,6 +7,7 @@ from typing import Any
 
 from cache_schema.identity import sha256_json
 from pipeline.errors import PipelineError
+from pipeline.folder import EVALUATE, EXPORT, RESULTS
 from pipeline.run import Run, read_object
 from pipeline.train_step import Trained, train_job, trained_drafter
 
@@ -17,6 +18,7 @@ def _is_exported(run: Run) -> bool:
     from stages.checkpoint_format import CheckpointError, check_folder
 
     status, folder = run.folder.done("export"), run.folder.export
+    run.folder.files.fetch_tree(EXPORT)
     try:
         check_folder(folder)
     except CheckpointError:
@@ -43,13 +45,14 @@ def run_export(run: Run) -> None:
     with run.stage("export", fingerprint) as summary:
         card = model_card(run.recipe, job, trained, results)
         export_drafter(trained.drafter, run.folder.export, card=card)
+        run.folder.files.keep_tree(EXPORT, exactly=True)
         weights = run.folder.export / "model.safetensors"
         summary |= {
             "tensors": len(dict(trained.drafter.named_parameters())),
             "bytes": weights.stat().st_size,
             "sha256": sha256_file(weights),
             "step": trained.step,
-            "folder": str(run.folder.export),
+            "folder": run.folder.storage.where(EXPORT),
         }
 
 
@@ -59,14 +62,14 @@ def _results_of(run: Run, trained: Trained) -> dict[str, Any] | None:
     Raises:
         PipelineError: it measured those of another step.
     """
-    results = read_object(run.folder.evaluate / "results.json")
+    results = read_object(run.folder.storage, f"{EVALUATE}/{RESULTS}")
     made = results.get("made_of") if results is not None else None
     if not isinstance(made, dict):
         return None
     if made != trained.made:
         raise PipelineError(
-            f"{run.folder.evaluate}/results.json is of step {made.get('step')}, but export would write step "
-            f"{trained.step} (evaluate.checkpoint: {run.recipe.evaluate.checkpoint}); export what was evaluated, or "
+            f"{run.folder.storage.where(f'{EVALUATE}/{RESULTS}')} is of step {made.get('step')}, but export would "
+            f"write step {trained.step} (evaluate.checkpoint: {run.recipe.evaluate.checkpoint}); export what was evaluated, or "
             "evaluate this one in another run folder"
         )
     return results
@@ -86,6 +89,7 @@ def check_exported(run: Run, folder: Path | None = None) -> list[Any]:
 
     trained = None
     if folder is None:
+        run.folder.files.fetch_tree(EXPORT)
         try:
             trained = trained_drafter(run, train_job(run)).drafter
         except PipelineError:

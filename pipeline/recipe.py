@@ -16,8 +16,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from cache_schema.errors import CacheError
+from cache_schema.object_client import parse_url
+from cache_schema.storage import Location, is_remote
 from pipeline.checked_yaml import checked, fields_of, item_type, nearest, read_mapping, value_text, without_none
 from pipeline.credentials import credential_faults, shown_setting
 from pipeline.errors import RecipeError
@@ -53,10 +56,14 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
 class Recipe:
     """A run's configuration; `load_recipe` makes one."""
 
+    FILE_TYPES: ClassVar[dict[str, Any]] = {"run": str}
+    """Of fields that are another type in the file."""
+
     name: str = execution()
     """Name of the run."""
-    run: Path = execution()
-    """Run folder, relative to the working directory; `runs/<name>` unless given."""
+    run: Location = execution()
+    """Run folder: a path, relative to the working directory, or the URL of a place in an object store
+    (s3://bucket/path, gs://…, az://…); `runs/<name>` unless given."""
     seed: int = identity(0)
     """Seed of everything random: sampling, anchors, initial weights, order."""
     target: TargetConfig = identity()
@@ -74,13 +81,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed is {self.seed}, but it must be between 0 and 2^63 − 1")
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(self.run)):
-            raise RecipeError(
-                "run (not shown) looks like a URL, but the run folder is a local one; only the cache can lie in an "
-                "object store: cache.path"
-            )
-        if "\0" in str(self.run):
-            raise RecipeError(f"run is {str(self.run)!r}, but a path cannot hold a NUL")
+        object.__setattr__(self, "run", _run_location(str(self.run)))
 
     def identity(self, stage: str) -> dict[str, Any]:
         """What `stage` computes from, as JSON-able values: the seed and the identity fields of its sections
@@ -96,6 +97,24 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults filled in, as JSON-able values (`base` and `run` as strings)."""
         return {f.name: _jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def _run_location(text: str) -> Location:
+    """A URL as text, anything else as a path.
+
+    Raises:
+        RecipeError: a URL that nothing can open, or one with a credential in it; or no path.
+    """
+    if "\0" in text:
+        raise RecipeError(f"run is {text!r}, but a path cannot hold a NUL")
+    if is_remote(text):
+        try:
+            return parse_url(text).text
+        except CacheError as error:
+            raise RecipeError(f"run: {error}") from error
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+        raise RecipeError("run (not shown) looks like a URL with a slash too few; expected s3://bucket/path, or a path")
+    return Path("/" + text.removeprefix("file://").lstrip("/")) if text.startswith("file://") else Path(text)
 
 
 def _jsonable(value: Any) -> Any:

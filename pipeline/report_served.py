@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from cache_schema.storage import Location, join
+from pipeline.folder import RESULTS
 from pipeline.report_values import as_dict, dict_rows, number, read_json
 
 NUMBERS = ("prompts", "identical", "ties", "identical_to_ours", "block_size", "max_new_tokens")
 SHARES = ("position", "server", "ours", "low", "high")
 
 
-def read_served(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+def read_served(folder: Location, problems: list[str]) -> dict[str, Any] | None:
     """The fields of `serve-check/results.json` that the report knows; None where there is none."""
-    found = as_dict(read_json(folder / "results.json", problems))
+    found = as_dict(read_json(join(folder, RESULTS), problems))
     if not found:
         return None
     acceptance = as_dict(found.get("acceptance"))

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from cache_schema.durable import make_dirs, write_atomic
 from pipeline.errors import PipelineError
+from pipeline.folder import RESULTS, SERVE_CHECK
 from pipeline.progress import Progress
 from pipeline.run import Run
 from pipeline.vllm_server import free_port, running, server_command
@@ -89,8 +89,7 @@ def check_serving(run: Run, serving: Serving) -> dict[str, Any]:
         acceptance = compare(drafted.counts, ours)
     results = _facts(serving, drafted.version, size) | found | {"acceptance": acceptance}
     results["ok"] = verdict(results)
-    make_dirs(run.folder.serve_check)
-    write_atomic(run.folder.serve_check / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    run.folder.storage.replace(f"{SERVE_CHECK}/{RESULTS}", (json.dumps(results, indent=1) + "\n").encode())
     return results
 
 

@@ -42,6 +42,7 @@ def check_serve(
     Exit code 1 if a text differs by more than a tie within rounding, or the server accepts more or fewer drafts at a
     position than our own engine does. Writes serve-check/results.json into the run folder.
     """
+    from pipeline.folder import EXPORT
     from pipeline.recipe import load_recipe
     from pipeline.run import Run
     from pipeline.serve_check import Serving, check_serving
@@ -49,6 +50,8 @@ def check_serve(
     if (plain is None) != (drafted is None) or (plain is None) == (vllm_python is None):
         raise click.UsageError("give --vllm-python to start servers, or --plain and --drafted for running ones")
     run = Run(load_recipe(recipe, overrides), say)
+    if drafter is None:
+        run.folder.files.fetch_tree(EXPORT)
     folder = drafter or run.folder.export
     if not folder.is_dir():
         raise click.UsageError(f"{folder} is not there; run `dflash export {recipe}` first, or give --drafter FOLDER")

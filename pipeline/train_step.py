@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cache_schema.carried import Carried
+from cache_schema.storage import Location, join, read_at
 from pipeline.errors import PipelineError
 from pipeline.extract_step import cache_identity
+from pipeline.folder import absolute
 from pipeline.pool import cpus_of, gpus_of
 from pipeline.recipe import Recipe
 from pipeline.run import Run, say_resume
 from pipeline.runner import ensure_ray
 from stages.config import identity_fields
+from stages.train_log import METRICS
 
 
 def train_job(run: Run) -> Any:
@@ -22,7 +26,7 @@ def train_job(run: Run) -> Any:
     return job_in(run, run.recipe, run.folder.train)
 
 
-def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
+def job_in(run: Run, recipe: Recipe, folder: Location) -> Any:
     """A training job on a run's cache, with its fingerprint pinned in a folder of its own.
 
     Args:
@@ -58,7 +62,7 @@ def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
         identity,
         recipe.seed,
         run.cache,
-        folder.resolve(),
+        absolute(folder),
         fingerprint,
     )
 
@@ -72,7 +76,7 @@ def run_train(run: Run) -> None:
     from cache_schema.reader import FeatureCache
     from pipeline.follow import follow_metrics
     from pipeline.rolling_train import is_rolling, train_rolling
-    from stages import checkpoint
+    from stages.checkpoint_places import Checkpoints
     from stages.order import StepPlan
     from stages.train_ray import train_with_ray
 
@@ -86,8 +90,9 @@ def run_train(run: Run) -> None:
         cache.require_complete()
     plan = StepPlan(cache.plan, recipe.train, recipe.seed)
     with run.stage("train", job.fingerprint) as summary:
-        newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+        newest = Checkpoints(Carried(run.folder.train)).newest(job.fingerprint)
         done = newest[1].step if newest else 0
+        run.folder.begin("train", plan.n_steps)
         say_resume(run, "train", done, plan.n_steps, "steps")
         run.say(
             f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
@@ -98,14 +103,14 @@ def run_train(run: Run) -> None:
         elif done < plan.n_steps:
             with (
                 ensure_ray(num_cpus=cpus_of(recipe.train.workers, recipe.train.threads) + 1),
-                follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
+                follow_metrics(run.folder.train, plan.n_steps, done),
             ):
-                train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus_of(recipe.train))
+                train_with_ray(job, storage=run.folder.train_scratch / "ray", gpus_per_worker=gpus_of(recipe.train))
         summary |= _train_summary(run, plan.n_steps)
 
 
 def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
-    rows = read_rows(run.folder.train / "metrics.jsonl")
+    rows = read_rows(run.folder.train)
     heldout = [r for r in rows if r["kind"] == "heldout"]
     steps = [r for r in rows if r["kind"] == "step"]
     return {
@@ -116,10 +121,14 @@ def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
     }
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, as far as they are whole."""
+def read_rows(folder: Location) -> list[dict[str, Any]]:
+    """The rows of a training folder's `metrics.jsonl`, as far as they are whole."""
     rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    try:
+        text = read_at(join(folder, METRICS))
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # the last line of a killed run
@@ -132,10 +141,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def _final_checkpoint(run: Run, job: Any) -> tuple[Path, Any] | None:
     """The checkpoint of the last step and its `Progress`, or None when training has not come so far or the checkpoint
     is damaged."""
-    from stages import checkpoint
+    from stages.checkpoint_places import Checkpoints
 
     status = run.folder.done("train")
-    newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+    newest = Checkpoints(Carried(run.folder.train)).newest(job.fingerprint)
     if status is None or newest is None or newest[1].step != status["summary"].get("steps"):
         return None
     return newest
@@ -191,18 +200,18 @@ def trained_drafter(run: Run, job: Any) -> Trained:
 
 
 def _best_checkpoint(run: Run, job: Any, progress: Any) -> Path:
-    from stages import checkpoint
+    from stages.checkpoint_places import Checkpoints
 
-    folder = run.folder.train / "checkpoints"
     if progress.best is None:
         raise PipelineError(
-            f"evaluate.checkpoint is best, but {folder} knows of none: training looked at no held-out samples, or kept "
-            "none for it (train.heldout_share, train.heldout_every, train.keep_best); set evaluate.checkpoint to last"
+            f"evaluate.checkpoint is best, but {run.folder.train} knows of none: training looked at no held-out "
+            "samples, or kept none for it (train.heldout_share, train.heldout_every, train.keep_best); set "
+            "evaluate.checkpoint to last"
         )
-    found = checkpoint.checkpoint_at(folder, progress.best.step, job.fingerprint)
+    found = Checkpoints(Carried(run.folder.train)).at(progress.best.step, job.fingerprint)
     if found is None:
         raise PipelineError(
-            f"evaluate.checkpoint is best, but {checkpoint.step_folder(folder, progress.best.step)}, of the best "
-            "simulated τ, is gone or damaged; set evaluate.checkpoint to last"
+            f"evaluate.checkpoint is best, but the checkpoint of step {progress.best.step} in {run.folder.train}, of "
+            "the best simulated τ, is gone or damaged; set evaluate.checkpoint to last"
         )
     return found
