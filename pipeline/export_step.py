@@ -69,8 +69,8 @@ def _results_of(run: Run, trained: Trained) -> dict[str, Any] | None:
     if made != trained.made:
         raise PipelineError(
             f"{run.folder.storage.where(f'{EVALUATE}/{RESULTS}')} is of step {made.get('step')}, but export would "
-            f"write step {trained.step} (evaluate.checkpoint: {run.recipe.evaluate.checkpoint}); export what was evaluated, or "
-            "evaluate this one in another run folder"
+            f"write step {trained.step} (evaluate.checkpoint: {run.recipe.evaluate.checkpoint}); export what was "
+            "evaluated, or evaluate this one in another run folder"
         )
     return results
 

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.recipe import STAGES, Recipe, load_recipe
+from pipeline.simulate_file import load_simulation
 from pipeline.sweep_file import load_sweep
 from pipeline.yaml_text import parse_yaml
 from stages.config import PROFILES, CacheConfig, ConfigError, identity_fields
@@ -313,12 +314,12 @@ def test_to_json_has_every_setting(tmp_path: Path) -> None:
 # --- the recipes that come with the project -------------------------------------------------------------
 
 
-SWEEPS = {"ablations.yaml"}
+OTHERS = {"ablations.yaml": load_sweep, "simulate-64.yaml": load_simulation, "simulate-1000.yaml": load_simulation}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_recipes_load(path: Path) -> None:
-    assert (load_sweep(path) if path.name in SWEEPS else load_recipe(path)).name == path.stem
+    assert OTHERS.get(path.name, load_recipe)(path).name == path.stem
 
 
 def test_the_real_recipe_has_the_settings_of_the_paper() -> None:
