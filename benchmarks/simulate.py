@@ -37,7 +37,8 @@ from pipeline.runner import ensure_ray, run_pool
 from pipeline.simulate import play
 from pipeline.simulate_file import ClusterRates, PoolRates, Simulation, StoreRates
 
-READ_S, COMPUTE_S, WRITE_S = 0.05, 0.8, 0.15
+READ_S, COMPUTE_S, WRITE_S = 0.15, 2.4, 0.45
+"""So long that the seconds of a start, which a busy machine decides, are few beside them."""
 SPREAD = 0.2
 TOKENS = 1000.0
 """Of a unit; every unit has as many."""
