@@ -235,7 +235,9 @@ class Pool:
 
     def _employ(self) -> None:
         """Give workers with room something to do; once there is nothing left, let the idle ones go."""
-        while free := [seat for seat in self._seats if seat.has_room]:
+        # Looked for once: of a thousand seats few have room at a time, and only what is handed out here changes that.
+        free = [seat for seat in self._seats if seat.has_room]
+        while free:
             seat = min(free, key=lambda s: len(s.tasks))
             task = self._next_task(idle=not seat.tasks)
             if task is None:
@@ -243,6 +245,8 @@ class Pool:
             task.attempt += 1
             shown = f"{self._kind.stage} {task.name} (attempt {task.attempt})".lstrip()
             self._expect(Call(seat, task), seat.run(task, shown))
+            if not seat.has_room:
+                free.remove(seat)
         if self._exhausted and not self._again:
             for seat in [s for s in self._seats if s.phase == READY and not s.tasks]:
                 seat.close()

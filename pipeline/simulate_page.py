@@ -105,12 +105,14 @@ def _working(result: dict[str, Any]) -> Drawn:
     figure = new_figure(width=7.2)
     axes = figure.add_subplot()
     times, unit = _times(result)
-    for name, shares in result["timeline"]["working"].items():
+    working = result["timeline"]["working"]
+    for i, (name, shares) in enumerate(working.items()):
         percent = 100 * np.asarray(shares)
         axes.plot(times, percent, color=_COLOURS[name])
         middle = int(np.median(np.flatnonzero(percent > 0))) if (percent > 0).any() else 0
-        axes.annotate(name, (times[middle], 103), color=_COLOURS[name], fontweight="bold", ha="center", va="bottom")
-    axes.set(xlabel=f"{unit} since the begin", ylabel="workers at work, %", ylim=(0, 116))
+        place = times[middle], 103 + 10 * i  # one above the other: stages may run at the same time
+        axes.annotate(name, place, color=_COLOURS[name], fontweight="bold", ha="center", va="bottom")
+    axes.set(xlabel=f"{unit} since the begin", ylabel="workers at work, %", ylim=(0, 106 + 10 * len(working)))
     axes.set_yticks([0, 25, 50, 75, 100])
     told = (f"{s['name']} has its GPUs at work {percent_text(s['busy_share'])} of the time" for s in result["stages"])
     return figure, "Workers at work", "; ".join(told) + "."
