@@ -11,6 +11,10 @@ class DFlashError(Exception):
     """Base of all errors that a user can do something about; the command line prints only its message."""
 
 
+class StorageFault(DFlashError):
+    """The disk is full, read-only or not ours, or the object store is away: later, the same may go well."""
+
+
 class CacheError(DFlashError):
     """Something on disk is not what it has to be."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -227,6 +228,7 @@ def sweep_command(sweep: Path, out: Path | None, workers: int, only: tuple[str, 
 
     Goes on where it stopped.
     """
+    from pipeline.folder import RunFolder
     from pipeline.sweep import planned_sweep, run_sweep
     from pipeline.sweep_file import load_sweep
     from pipeline.sweep_page import write_sweep_page
@@ -236,7 +238,8 @@ def sweep_command(sweep: Path, out: Path | None, workers: int, only: tuple[str, 
     trainings = planned_sweep(loaded, folder, say)
     if not page_only:
         try:
-            run_sweep(trainings, say, workers=workers)
+            with RunFolder(folder).locked():
+                run_sweep(trainings, say, workers=workers)
         finally:
             write_sweep_page(loaded, trainings, folder)
     click.echo(str(write_sweep_page(loaded, trainings, folder)))
@@ -256,7 +259,13 @@ INTERRUPTED = "interrupted; run the same command again to go on"
 
 def entry() -> None:
     """The `dflash` command."""
+    end_in_order()
     leave(guarded(lambda: dflash.main(prog_name="dflash", standalone_mode=False)))
+
+
+def end_in_order() -> None:
+    """Have SIGTERM (`ray job stop`, a node that is taken away) end the process as Ctrl-C does, as Ray does too."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(number))
 
 
 def leave(code: int) -> NoReturn:
@@ -283,6 +292,11 @@ def guarded(call: Callable[[], Any]) -> int:
         error.show()
         return Exit.USAGE
     except (click.Abort, KeyboardInterrupt):
+        say(INTERRUPTED)
+        return Exit.INTERRUPTED
+    except SystemExit as left:
+        if left.code != signal.SIGTERM:
+            raise
         say(INTERRUPTED)
         return Exit.INTERRUPTED
     except DFlashError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_schema.errors import DFlashError
+from cache_schema.errors import DFlashError, StorageFault
 
 
 class PipelineError(DFlashError):
@@ -21,5 +21,5 @@ class PoisonShard(PipelineError):
     """A unit of work failed on every attempt, while the rest of the run was finished."""
 
 
-class StorageError(PipelineError):
+class StorageError(PipelineError, StorageFault):
     """The disk is full, read-only or not ours. Nothing half-written is kept, and trying again at once is of no use."""

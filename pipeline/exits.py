@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 from cache_schema.durable import is_storage_fault
-from cache_schema.errors import DFlashError, FingerprintMismatch, SchemaVersion
-from pipeline.errors import PoisonShard, RunInUse, StorageError
+from cache_schema.errors import DFlashError, FingerprintMismatch, SchemaVersion, StorageFault
+from pipeline.errors import PoisonShard, RunInUse
 
 
 class Exit(IntEnum):
@@ -44,14 +44,14 @@ HELP = (
 
 def exit_code(error: BaseException) -> Exit:
     """The code of an error that this project raises on purpose."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         return Exit.INTERRUPTED
     if type(error).__name__ in ("RecipeError", "ConfigError", "TargetSettingError"):
         return Exit.USAGE
     if type(error).__name__ == "TrainingStopped":
         return Exit.INTERRUPTED
     kinds = {FingerprintMismatch: Exit.MISMATCH, SchemaVersion: Exit.MISMATCH, RunInUse: Exit.IN_USE,
-             PoisonShard: Exit.POISON, StorageError: Exit.STORAGE}  # fmt: skip
+             PoisonShard: Exit.POISON, StorageFault: Exit.STORAGE}  # fmt: skip
     if isinstance(error, OSError) and not isinstance(error, DFlashError):
         return Exit.STORAGE if is_storage_fault(error) else Exit.BAD
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), Exit.BAD)

@@ -40,7 +40,8 @@ def _run_stage(run: Run, stage: str) -> None:
     try:
         STEPS[stage](run)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        text = redacted(error) if isinstance(error, DFlashError | OSError) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, DFlashError | OSError)
+        text = redacted(error) if known else f"{type(error).__name__}: {redacted(error)}"
         try:
             run.folder.require_held()
             run.folder.fail(stage, text, type(error).__name__, int(exit_code(error)))
@@ -65,6 +66,7 @@ def make_job(name: str, stages: Sequence[str]) -> click.Command:
 
 def run_job(job: click.Command) -> NoReturn:
     """Run a job's command and end the process with its exit code."""
-    from pipeline.cli import guarded, leave
+    from pipeline.cli import end_in_order, guarded, leave
 
+    end_in_order()
     leave(guarded(lambda: job.main(standalone_mode=False)))

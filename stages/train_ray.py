@@ -7,13 +7,15 @@ project's own (`stages.checkpoint`); Ray only starts, watches and restarts the r
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache_schema.durable import is_storage_fault, storage_text
-from cache_schema.errors import DFlashError
+from cache_schema.errors import DFlashError, StorageFault
 from cache_schema.names import random_tag
 from cache_schema.storage import Storage, open_storage
 from stages.config import TrainConfig
@@ -51,11 +53,11 @@ def _rank(settings: dict[str, Any]) -> None:
         train_rank(job, world, leaving=_node_leaves())
     except DFlashError as error:
         # Another try would end the same way: leave the words for the driver, and let the group end in order.
-        place.replace(settings["failure"], f"{type(error).__name__}: {error}".encode())
+        _leave(place, settings["failure"], f"{type(error).__name__}: {error}", storage=False)
     except OSError as error:
         if not is_storage_fault(error):
             raise
-        place.replace(settings["failure"], storage_text(error).encode())
+        _leave(place, settings["failure"], storage_text(error), storage=True)
     if settings["alone"] and world.size > 1:
         torch.distributed.destroy_process_group()
 
@@ -153,6 +155,7 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
 
     Raises:
         TrainingError: the ranks failed, more often than `max_restarts` allows, or with an error that no retry mends.
+        StorageFault: their storage is full, refuses, or is out of reach.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     import ray
@@ -177,14 +180,20 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         raise KeyboardInterrupt from interrupted
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
         if place.exists(failure):
-            raise TrainingError(_taken(place, failure)) from error
+            raise _taken(place, failure) from error
         raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
     if place.exists(failure):
-        raise TrainingError(_taken(place, failure))
+        raise _taken(place, failure)
 
 
-def _taken(place: Storage, failure: str) -> str:
-    """What a rank left in the file, which goes."""
-    message = place.read(failure).decode()
+def _leave(place: Storage, failure: str, text: str, *, storage: bool) -> None:
+    """Say in a file why this rank has ended; where the storage is at fault, that may not be possible."""
+    with suppress(OSError):
+        place.replace(failure, json.dumps({"text": text, "storage": storage}).encode())
+
+
+def _taken(place: Storage, failure: str) -> DFlashError:
+    """What a rank left in the file, which goes, as an error."""
+    found = json.loads(place.read(failure))
     place.delete(failure)
-    return message
+    return StorageFault(found["text"]) if found["storage"] else TrainingError(found["text"])

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cache_schema.identity import sha256_file
+from cache_schema.identity import sha256_bytes, sha256_file
 from cache_schema.marker import committed_shards
 from cache_schema.responses import ResponsesTable
 from cache_schema.storage import open_storage
@@ -342,6 +342,40 @@ def test_flipped_byte_is_found_stops_training_and_is_repaired(
     again = dflash_here("cache", "verify", run / "cache", "--recompute", "3", "--json")
     assert again.returncode == 0, again.stderr
     assert all(layer["largest"] < 1e-2 for layer in json.loads(again.stdout)["recompute"]["layers"])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_a_run_folder_in_an_object_store_holds_the_same(
+    home: Path, undisturbed: Path, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the store outlives a stage: each has a scratch folder of its own."""
+    for stage in STEPS:
+        monkeypatch.setenv("DFLASH_SCRATCH", str(tmp_path / stage))
+        done = dflash(stage, home / "r.yaml", "--set", f"run={s3_url}")
+        assert done.returncode == 0, done.stderr
+    store = open_storage(s3_url)
+    assert ResponsesTable.open(f"{s3_url}/responses").responses_hash() == (
+        ResponsesTable.open(undisturbed / "responses").responses_hash()
+    )
+    assert equal_caches(undisturbed / "cache", f"{s3_url}/cache") == []
+    newest, *hashes = final_weights(undisturbed)
+    kept = [f"train/checkpoints/{newest}/{name}.safetensors" for name in ("model", "optimizer")]
+    assert [sha256_bytes(store.read(key)) for key in kept] == hashes
+    exported = "export/model.safetensors"
+    assert store.read(exported) == (undisturbed / exported).read_bytes()
+    tau = [json.loads(open_storage(run).read("evaluate/results.json"))["drafters"]["trained"]["tau"]
+           for run in (s3_url, str(undisturbed))]  # fmt: skip
+    assert tau[0] == tau[1]
+    rows = [json.loads(line) for line in store.read("train/metrics.jsonl").splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == sorted(set(steps))
+    monkeypatch.setenv("DFLASH_SCRATCH", str(tmp_path / "fresh"))
+    again = dflash("run", home / "r.yaml", "--set", f"run={s3_url}")
+    assert again.stderr.count("already done") == len(STEPS), again.stderr
+    assert b"<svg" in store.read("report.html")
+    told = dflash_here("status", s3_url, "--json")
+    assert [s["state"] for s in json.loads(told.stdout)["stages"]] == ["done"] * len(STEPS)
 
 
 def test_a_second_driver_is_refused(home: Path, tmp_path: Path) -> None:
