@@ -1,9 +1,9 @@
 """Every stage by `ray job submit` on a cluster of separate processes: `ray start --head` and two `ray start --address`.
 
-    python -m benchmarks.job_submit [--run s3://submitted/run]
+    python -m benchmarks.job_submit [--run FOLDER]
 
 The cluster asks for a token (RAY_AUTH_MODE=token), has ports and temporary folders of its own, and ends with the
-command. Printed are the commands, their exit codes and times. Where Ceph's gateway is installed, the cache lies on
+command. Printed are the commands, their exit codes and times. Where Ceph's gateway is installed, the run folder is on
 that S3 server. Then all stages are submitted once more: each must say that it is done. (The nodes listen at the
 machine's own address: Ray, 2.60, lets no node join a head at 127.0.0.1.)
 """
@@ -140,10 +140,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def submit_all(folder: Path, run: str | None) -> bool:
     """All stages, twice; True if all is as it should be."""
     recipe, good = make_home(folder / "home"), True
-    on_store = not missing_programs()
-    settings = [f"run={run or folder / 'run'}"]
-    if run is None and on_store:
-        settings.append(f"cache.path=s3://{BUCKET}/cache")
+    settings = [f"run={run or (folder / 'run' if missing_programs() else f's3://{BUCKET}/run')}"]
     with cluster(folder) as started:
         for words in ("done in", "already done"):
             for stage in STAGES:
@@ -163,7 +160,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", help=f"run folder; s3://{BUCKET}/… lies on the server that this starts")
+    parser.add_argument("--run", help="another run folder")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="submit-"))  # short: the names of Ray's sockets have a limit

@@ -7,6 +7,9 @@ from typing import Any, TypedDict
 
 from cache_schema.errors import CacheError
 
+NON_FINITE, SHORTENED, TOO_SHORT = "non_finite", "shortened", "no_supervised_token"
+"""Reasons in a cache's ledger: NaN or infinite states; stored, but cut; nothing to learn from within the maximum."""
+
 
 class PartLedgerRow(TypedDict):
     """A sample that a part of the responses table does not hold, and why."""

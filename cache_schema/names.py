@@ -1,10 +1,9 @@
-"""Names of parts, shards and samples, and where things lie: keys in a cache, paths in a responses table."""
+"""Names of parts, shards and samples, and where things lie: keys in a cache and in a responses table."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from pathlib import Path
 
 from cache_schema.errors import CacheError
 
@@ -55,7 +54,7 @@ EVICTED = "evicted"
 
 
 def commit_key(shard: str) -> str:
-    """Key of a shard's commit marker."""
+    """Key of the commit marker of a shard, or of a part of a responses table."""
     return f"{COMMITS}/{shard}.json"
 
 
@@ -74,24 +73,15 @@ def group_shard(group: str) -> str:
     return group.partition(".")[0]
 
 
-def commits_dir(responses: Path) -> Path:
-    """The folder of commit markers of a responses table."""
-    return responses / COMMITS
+RESPONSES_JSON = "responses.json"
+"""Key of a responses table's identity."""
+PARTS = "parts"
+"""The Parquet parts of a responses table, committed or not."""
 
 
-def commit_file(responses: Path, part: str) -> Path:
-    """The commit marker of a part of a responses table."""
-    return commits_dir(responses) / f"{part}.json"
-
-
-def responses_json(responses: Path) -> Path:
-    """Where the identity of a responses table lies."""
-    return responses / "responses.json"
-
-
-def parts_dir(responses: Path) -> Path:
-    """The folder of a responses table's Parquet parts, committed or not."""
-    return responses / "parts"
+def part_key(file: str) -> str:
+    """Key of a Parquet part of a responses table."""
+    return f"{PARTS}/{file}"
 
 
 def require_sample_id(sample_id: str) -> None:

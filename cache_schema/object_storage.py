@@ -125,6 +125,9 @@ class ObjectStorage(Storage):
     def sync(self, prefix: str) -> None:
         """Nothing: an object whose upload has succeeded is there for good, its name with it."""
 
+    def written(self, prefix: str) -> builtins.list[tuple[str, float]]:
+        return sorted((key, meta["last_modified"].timestamp()) for key, meta in self._objects(prefix))
+
     def delete(self, key: str) -> None:
         with suppress(FileNotFoundError), self._errors(key) as (obstore, client):
             obstore.delete(client, self._path(key))

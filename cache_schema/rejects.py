@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_schema.durable import make_dirs, write_atomic
 from cache_schema.errors import ResponsesError
+from cache_schema.storage import Location, read_at, replace_at
 
 REJECTS_SCHEMA = pa.schema(
     [
@@ -39,27 +38,26 @@ class Reject:
     """What was found and what was expected."""
 
 
-def write_rejects(path: Path, rejects: Iterable[Reject]) -> None:
+def write_rejects(location: Location, rejects: Iterable[Reject]) -> None:
     """Write the whole rejects table, in one atomic step; an older one is replaced."""
     table = pa.Table.from_pylist([dataclasses.asdict(r) for r in rejects], schema=REJECTS_SCHEMA)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
-    make_dirs(path.parent)
-    write_atomic(path, sink.getvalue().to_pybytes())
+    replace_at(location, sink.getvalue().to_pybytes())
 
 
-def read_rejects(path: Path) -> list[Reject]:
+def read_rejects(location: Location) -> list[Reject]:
     """The rows of a rejects table.
 
     Raises:
         ResponsesError: the file is missing or is not a rejects table.
     """
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        table = pq.read_table(pa.BufferReader(read_at(location)))
     except (FileNotFoundError, pa.ArrowException) as error:
         raise ResponsesError(
-            f"{path} cannot be read as a rejects table: {error}; run the generate stage again"
+            f"{location} cannot be read as a rejects table: {error}; run the generate stage again"
         ) from error
     if table.schema != REJECTS_SCHEMA:
-        raise ResponsesError(f"{path} has columns {table.schema.names}, expected {REJECTS_SCHEMA.names}")
+        raise ResponsesError(f"{location} has columns {table.schema.names}, expected {REJECTS_SCHEMA.names}")
     return [Reject(**row) for row in table.to_pylist()]

@@ -6,7 +6,7 @@
 
 A part is written by one attempt of one worker under a name of its own, forced to the disk, and then named
 by a commit marker that only the first finisher can create. Every byte is checked against the marker when
-a part is read.
+a part is read. The table lies in a folder or at a URL, as a cache does (`cache_schema.storage`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache_schema import names
-from cache_schema.durable import create_once, make_dirs
 from cache_schema.errors import ResponsesError
 from cache_schema.identity import ResponsesIdentity, canonical_json, require_same, sha256_bytes
 from cache_schema.ledger import PartLedgerRow, part_rows
@@ -39,6 +38,10 @@ from cache_schema.response_format import (
     to_response,
     to_table,
 )
+from cache_schema.storage import FolderStorage, Location, Storage, open_storage
+
+_REQUESTS = 16
+"""Markers that are fetched from an object store at once."""
 
 __all__ = [
     "KEPT_REASONS",
@@ -57,36 +60,38 @@ __all__ = [
 ]
 
 
-def create_responses(folder: Path, identity: ResponsesIdentity, n_parts: int, n_samples: int) -> None:
+def create_responses(
+    location: Location | Storage, identity: ResponsesIdentity, n_parts: int, n_samples: int
+) -> None:
     """Write `responses.json` once; a second run with the same arguments changes nothing.
 
     Raises:
         FingerprintMismatch: the folder holds the table of another identity.
         ResponsesError: same identity, but another division into parts.
     """
-    make_dirs(names.parts_dir(folder))
-    make_dirs(names.commits_dir(folder))
+    storage = open_storage(location)
     body = {
         "identity": identity.to_json(),
         "fingerprint": identity.fingerprint(),
         "n_parts": n_parts,
         "n_samples": n_samples,
     }
-    if create_once(names.responses_json(folder), canonical_json(body).encode()):
+    if storage.create(names.RESPONSES_JSON, canonical_json(body).encode()):
         return
-    found, found_parts, found_samples = _read_description(folder)
-    require_same(found, identity, names.responses_json(folder))
+    found, found_parts, found_samples = _read_description(storage)
+    where = storage.where(names.RESPONSES_JSON)
+    require_same(found, identity, where)
     if (found_parts, found_samples) != (n_parts, n_samples):
         raise ResponsesError(
-            f"{names.responses_json(folder)} plans {found_samples} samples in {found_parts} parts, this run "
-            f"{n_samples} "
-            f"in {n_parts}, under the same identity; use another folder"
+            f"{where} plans {found_samples} samples in {found_parts} parts, this run {n_samples} in {n_parts}, under "
+            "the same identity; use another folder"
         )
 
 
-def _read_description(folder: Path) -> tuple[ResponsesIdentity, int, int]:
-    path = names.responses_json(folder)
-    data = _load_json(path, f"{path} is missing: no responses table here; run the generate stage first")
+def _read_description(storage: Storage) -> tuple[ResponsesIdentity, int, int]:
+    path = storage.where(names.RESPONSES_JSON)
+    missing = f"{path} is missing: no responses table here; run the generate stage first"
+    data = _load_json(storage, names.RESPONSES_JSON, missing)
     try:
         identity = ResponsesIdentity.from_json(data["identity"])
         counts = int(data["n_parts"]), int(data["n_samples"])
@@ -102,9 +107,10 @@ def _read_description(folder: Path) -> tuple[ResponsesIdentity, int, int]:
     return identity, *counts
 
 
-def _load_json(path: Path, missing: str) -> dict[str, Any]:
+def _load_json(storage: Storage, key: str, missing: str) -> dict[str, Any]:
+    path = storage.where(key)
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(storage.read(key))
     except FileNotFoundError as error:
         raise ResponsesError(missing) from error
     except ValueError as error:
@@ -117,7 +123,7 @@ def _load_json(path: Path, missing: str) -> dict[str, Any]:
 
 
 def write_part(
-    folder: Path,
+    location: Location | Storage,
     part: int,
     responses: Sequence[Response],
     ledger: Iterable[Mapping[str, Any]] = (),
@@ -129,7 +135,7 @@ def write_part(
     """Write and commit one part; if another attempt has committed it, drop this one's file.
 
     Args:
-        folder: the responses table, made by `create_responses`.
+        location: the responses table, made by `create_responses`.
         part: index of the part.
         responses: the part's samples, in the order of the prompts.
         ledger: rows `sample_id`, `reason`, `detail` for the samples that the part lacks.
@@ -152,10 +158,10 @@ def write_part(
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     data = sink.getvalue().to_pybytes()
-    path = names.parts_dir(folder) / f"{name}.{names.random_tag()}.parquet"
+    storage, file = open_storage(location), f"{name}.{names.random_tag()}.parquet"
     marker = {
         "part": name,
-        "file": path.name,
+        "file": file,
         "rows": len(responses),
         "bytes": len(data),
         "sha256": sha256_bytes(data),
@@ -164,17 +170,18 @@ def write_part(
         "planned": n_planned,
         "seconds": seconds,
     }
-    commit = names.commit_file(folder, name)
+    key, commit = names.part_key(file), names.commit_key(name)
     try:
-        create_once(path, data)
-        won = create_once(commit, canonical_json(marker).encode())
+        storage.create(key, data)
+        won = storage.create(commit, canonical_json(marker).encode())
     except BaseException:
-        if not commit.exists() or _read_marker(folder, part)["file"] != path.name:
-            path.unlink(missing_ok=True)
+        # A store that has gone cannot tell whether the marker reached it; the file then stays, as garbage at worst.
+        if not storage.exists(commit) or _read_marker(storage, part)["file"] != file:
+            storage.delete(key)
         raise
     if not won:
-        path.unlink()
-        return _read_marker(folder, part)
+        storage.delete(key)
+        return _read_marker(storage, part)
     return marker
 
 
@@ -196,11 +203,11 @@ def _accounted(name: str, sample_ids: Sequence[str], planned: Sequence[str] | No
     return len(planned)
 
 
-def _read_marker(folder: Path, part: int) -> dict[str, Any]:
-    path = names.commit_file(folder, names.part_name(part))
-    marker = _load_json(
-        path, f"{path} is missing: part {part} of the responses table is not there; run the generate stage again"
-    )
+def _read_marker(storage: Storage, part: int) -> dict[str, Any]:
+    key = names.commit_key(names.part_name(part))
+    path = storage.where(key)
+    missing = f"{path} is missing: part {part} of the responses table is not there; run the generate stage again"
+    marker = _load_json(storage, key, missing)
     fields = {"part": str, "file": str, "rows": int, "bytes": int, "sha256": str, "ledger": list, "planned": int}
     bad = [name for name, kind in fields.items() if not isinstance(marker.get(name), kind)]
     if bad or marker["part"] != names.part_name(part):
@@ -210,9 +217,18 @@ def _read_marker(folder: Path, part: int) -> dict[str, Any]:
     return marker
 
 
-def committed_parts(folder: Path) -> set[int]:
+def _read_markers(storage: Storage) -> dict[int, dict[str, Any]]:
+    parts = sorted(committed_parts(storage))
+    if isinstance(storage, FolderStorage):
+        return {part: _read_marker(storage, part) for part in parts}
+    with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="parts") as pool:
+        return dict(zip(parts, pool.map(lambda part: _read_marker(storage, part), parts), strict=True))
+
+
+def committed_parts(location: Location | Storage) -> set[int]:
     """Indices of the parts that have a commit marker; resume is the plan minus these."""
-    found = (p.stem.removeprefix("part-") for p in names.commits_dir(folder).glob("part-*.json"))
+    keys = (key.removeprefix(f"{names.COMMITS}/part-") for key, _ in open_storage(location).list(names.COMMITS))
+    found = (key.removesuffix(".json") for key in keys if key.endswith(".json"))
     return {int(stem) for stem in found if stem.isdecimal()}
 
 
@@ -221,13 +237,14 @@ class ResponsesTable:
 
     def __init__(
         self,
-        folder: Path,
+        storage: Storage,
         identity: ResponsesIdentity,
         n_parts: int,
         n_samples: int,
         markers: dict[int, dict[str, Any]],
     ):
-        self.folder = folder
+        self.storage = storage
+        self.folder = storage.where()
         self.identity = identity
         self.n_parts = n_parts
         self.n_planned = n_samples
@@ -236,7 +253,7 @@ class ResponsesTable:
         self._last: tuple[int, pa.Table] | None = None
 
     @classmethod
-    def open(cls, folder: Path, require_complete: bool = True) -> ResponsesTable:
+    def open(cls, location: Location | Storage, require_complete: bool = True) -> ResponsesTable:
         """Read `responses.json` and the markers; no part is opened.
 
         Raises:
@@ -244,10 +261,9 @@ class ResponsesTable:
                 samples are neither stored nor in the ledger.
             SchemaVersion: written by another version of the format.
         """
-        folder = Path(folder)
-        identity, n_parts, n_samples = _read_description(folder)
-        markers = {part: _read_marker(folder, part) for part in sorted(committed_parts(folder))}
-        table = cls(folder, identity, n_parts, n_samples, markers)
+        storage = open_storage(location)
+        identity, n_parts, n_samples = _read_description(storage)
+        table = cls(storage, identity, n_parts, n_samples, _read_markers(storage))
         if require_complete:
             table._require_complete()
         return table
@@ -338,9 +354,10 @@ class ResponsesTable:
 
     def _read(self, part: int) -> pa.Table:
         marker = self._markers[part]
-        path = names.parts_dir(self.folder) / marker["file"]
+        key = names.part_key(marker["file"])
+        path = self.storage.where(key)
         try:
-            data = path.read_bytes()
+            data = self.storage.read(key)
         except FileNotFoundError as error:
             raise ResponsesError(f"{path} is missing, though its part is committed; {_remedy(part)}") from error
         found = sha256_bytes(data)

@@ -10,6 +10,7 @@ Keys are relative, with `/` between their parts, and never start with one.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from abc import ABC, abstractmethod
@@ -128,6 +129,10 @@ class Storage(ABC):
         """Make the names below a prefix, and its own, permanent, once all objects below it are closed."""
 
     @abstractmethod
+    def written(self, prefix: str) -> Sequence[tuple[str, float]]:
+        """Keys of all objects below a prefix, sorted, and when each was last written (seconds since the epoch)."""
+
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if it is not there."""
 
@@ -155,6 +160,10 @@ class Storage(ABC):
             return False
         return True
 
+    def below(self, prefix: str) -> Storage:
+        """The place below a prefix as a storage of its own."""
+        return open_storage(self.where(prefix))
+
 
 def open_storage(location: Location | Storage) -> Storage:
     """The storage at a path or URL. Object stores need the extra `cloud` and take their credentials from the
@@ -174,6 +183,50 @@ def open_storage(location: Location | Storage) -> Storage:
     from cache_schema.object_storage import ObjectStorage
 
     return ObjectStorage(text)
+
+
+def is_remote(location: Location) -> bool:
+    """Whether a location is a place in an object store, and no local path."""
+    text = str(location)
+    return "://" in text and not text.startswith("file://")
+
+
+def join(location: Location, key: str) -> Location:
+    """The location of a key below another location."""
+    text = str(location)
+    return f"{text.rstrip('/')}/{key}" if "://" in text else Path(text) / key
+
+
+def read_at(location: Location) -> bytes:
+    """A whole object by its own location.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: as the system or the store gave it.
+    """
+    storage, key = _parent(location)
+    return storage.read(key)
+
+
+def replace_at(location: Location, data: bytes) -> None:
+    """Write an object whole, for good, by its own location; readers see the old one or the new one."""
+    storage, key = _parent(location)
+    storage.replace(key, data)
+
+
+def _parent(location: Location) -> tuple[Storage, str]:
+    text = str(location)
+    if "://" not in text:
+        path = Path(text)
+        return FolderStorage(path.parent), path.name
+    parent, _, name = text.rpartition("/")
+    return _opened(parent), name
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(url: str) -> Storage:
+    """A client takes its time to make, and a place that is looked at once is looked at again."""
+    return open_storage(url)
 
 
 class FolderStorage(Storage):
@@ -239,6 +292,13 @@ class FolderStorage(Storage):
             durable.fsync_dir(parent)
             if parent == self.root:
                 return
+
+    def written(self, prefix: str) -> Sequence[tuple[str, float]]:
+        found = []
+        for key, _ in self.list(prefix):
+            with suppress(FileNotFoundError):
+                found.append((key, self._path(key).stat().st_mtime))
+        return found
 
     def delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)

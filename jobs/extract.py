@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pipeline.jobs import make_job, run_job
 
-import click
-
-from pipeline.cli import guarded, leave, say
-from pipeline.jobs import run_stages
-
-
-@click.command()
-@click.option("--recipe", required=True, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE")
-def main(recipe: Path, overrides: tuple[str, ...]) -> None:
-    """Safe to submit again at any time; goes on where it stopped."""
-    run_stages(recipe, overrides, ["extract"], say)
-
+main = make_job("extract", ["extract"])
 
 if __name__ == "__main__":
-    leave(guarded(lambda: main(standalone_mode=False)))
+    run_job(main)

@@ -16,6 +16,7 @@ from cache_schema.survey import Survey, survey
 from cache_schema.verify import ShardReport, cache_problems
 from pipeline.cache_verify import verify_shards
 from pipeline.errors import PipelineError
+from pipeline.folder import HELDOUT_CACHE
 
 if TYPE_CHECKING:
     from pipeline.run import Run
@@ -116,11 +117,11 @@ def _check(run: Run, workers: int | None) -> list[_Checked]:
     identity = extract_step.cache_identity(run)
     require_same(found.identity, identity, found.storage.where())
     caches = [_Checked(found, _reports(found, workers), "", run.recipe.cache.max_bytes is not None)]
-    heldout = open_storage(run.folder.heldout_cache.resolve())
+    heldout = open_storage(run.folder.heldout_cache)
     if heldout.exists(names.PLAN) and rolling_train.is_rolling(run, found.plan, identity):
         own = survey(heldout)
         require_same(own.identity, identity, heldout.where())
-        caches.append(_Checked(own, _reports(own, workers), f"{run.folder.heldout_cache.name}/", may_wait=False))
+        caches.append(_Checked(own, _reports(own, workers), f"{HELDOUT_CACHE}/", may_wait=False))
     return caches
 
 

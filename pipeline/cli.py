@@ -1,7 +1,6 @@
 """The `dflash` command. Heavy imports are inside commands, so that `dflash --help` is instant.
 
-Data goes to stdout, progress and words to stderr. Exit codes: 0 done, 1 bad data or a failed run, 2 a wrong
-call or recipe.
+Data goes to stdout, progress and words to stderr. What the exit codes mean: `pipeline.exits`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +19,10 @@ import click
 
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
-from pipeline import cache_work_cli
+from pipeline import cache_work_cli, exits
 from pipeline.cache_cli import JsonOption, say
 from pipeline.credentials import redacted
+from pipeline.exits import Exit
 
 RecipeArgument = click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path))
 SetOption = click.option(
@@ -29,7 +30,7 @@ SetOption = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=exits.HELP)
 @click.version_option(package_name="dflash")
 def dflash() -> None:
     """Train a DFlash drafter for your model: generate, extract, train, evaluate, export."""
@@ -144,6 +145,28 @@ def _write_report(recipe: Any, against: Path | None = None) -> None:
     click.echo("\n".join(summary_lines(collect_report(recipe.run, recipe.to_json(), against))))
 
 
+@dflash.command("status")
+@click.argument("run")
+@JsonOption
+@click.option("--watch", "every_s", type=click.FloatRange(1, 86400), metavar="SECONDS", help="Again and again.")
+def status_command(run: str, as_json: bool, every_s: float | None) -> None:
+    """How far the run in the folder or at the URL RUN is; reads nothing but its storage.
+
+    Per stage: done, running (by whom), killed, failed (why) or begun; rate and time left from the times of the
+    commits; what was dropped; the newest checkpoint. Works while the run goes on, from any machine.
+    """
+    from pipeline.status import collect_status
+    from pipeline.status_text import status_lines
+
+    while True:
+        found = collect_status(run)
+        click.echo(json.dumps(found, indent=1) if as_json else "\n".join(status_lines(found)))
+        if every_s is None:
+            return
+        time.sleep(every_s)
+        click.echo()
+
+
 @dflash.command("plan")
 @RecipeArgument
 @SetOption
@@ -229,13 +252,13 @@ def guarded(call: Callable[[], Any]) -> int:
         return done.exit_code
     except click.ClickException as error:
         error.show()
-        return 2
-    except click.Abort:
+        return Exit.USAGE
+    except (click.Abort, KeyboardInterrupt):
         say(INTERRUPTED)
-        return 130
+        return Exit.INTERRUPTED
     except DFlashError as error:
         say(f"error: {redacted(error)}")
-        return 2 if type(error).__name__ in ("RecipeError", "ConfigError", "TargetSettingError") else 1
+        return exits.exit_code(error)
     except OSError as error:
         if is_storage_fault(error):
             say(f"error: {storage_text(error)}")
@@ -245,8 +268,8 @@ def guarded(call: Callable[[], Any]) -> int:
             say(f"error: {error.strerror}: {error.filename}; something else lies where a file or folder belongs")
         else:
             raise
-        return 1
-    return 0
+        return exits.exit_code(error)
+    return Exit.DONE
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ class RecipeError(PipelineError):
     """A recipe is not one: a key is unknown or a value is not of the expected kind."""
 
 
+class RunInUse(PipelineError):
+    """Another driver holds the run, or has taken it over."""
+
+
 class PoisonShard(PipelineError):
     """A unit of work failed on every attempt, while the rest of the run was finished."""
 

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cache_schema.durable import write_atomic
 from cache_schema.identity import canonical_json
+from cache_schema.names import RESPONSES_JSON
+from cache_schema.storage import open_storage
 from pipeline.errors import PipelineError
+from pipeline.folder import RESULTS
 from pipeline.run import Run, read_object
 from pipeline.train_step import train_job, trained_drafter
 from stages.config import identity_fields
@@ -22,19 +24,19 @@ def run_evaluate(run: Run) -> None:
     """
     from stages.prompts import prompts_sha256
 
-    recipe, folder = run.recipe, run.folder.evaluate
+    recipe, storage = run.recipe, open_storage(run.folder.evaluate)
     drafter, made_of = _drafter(run)
     conversations, n_rejected = _conversations(run)
     made_of |= {"evaluate": identity_fields(recipe.evaluate), "prompts_sha256": prompts_sha256(conversations)}
-    fingerprint = run.pin("evaluate", folder, made_of)
-    if run.is_done("evaluate", fingerprint, lambda: read_object(folder / "results.json") is not None):
+    fingerprint = run.pin("evaluate", run.folder.evaluate, made_of)
+    if run.is_done("evaluate", fingerprint, lambda: read_object(storage, RESULTS) is not None):
         return
     _require_unseen(run, conversations)
     prompts = _rendered(run, conversations)
     with run.stage("evaluate", fingerprint) as summary:
         results = _evaluate(run, drafter, prompts)
-        write_atomic(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-        write_atomic(folder / "schedule.json", (json.dumps(results["schedule"], indent=1) + "\n").encode())
+        storage.replace(RESULTS, (json.dumps(results, indent=1) + "\n").encode())
+        storage.replace("schedule.json", (json.dumps(results["schedule"], indent=1) + "\n").encode())
         trained = results["drafters"]["trained"]
         summary |= {
             "prompts": len(prompts),
@@ -105,8 +107,8 @@ def _require_unseen(run: Run, conversations: Any) -> None:
     def asked(messages: Any) -> list[str]:
         return [canonical_json(dict(m)) for m in messages if m["role"] != "assistant"]
 
-    if not run.folder.responses.is_dir():  # an existing drafter is evaluated, and nothing was trained here
-        return
+    if not open_storage(run.folder.responses).exists(RESPONSES_JSON):
+        return  # an existing drafter is evaluated, and nothing was trained here
     seen: dict[tuple[str, ...], str] = {}
     for response in ResponsesTable.open(run.folder.responses):
         said = asked(response.messages)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cache_schema.durable import write_atomic
 from cache_schema.identity import sha256_json
+from cache_schema.storage import Storage, open_storage
 from pipeline.progress import Progress
 from pipeline.run import Run, read_object, say_resume
 
+PROMPTS = "prompts"
+"""Where the records of finished units lie, in the folder of evaluation."""
 Key = tuple[str, int | str, float, int]
 """Drafter, block size (or `schedule`), temperature, batch size: one column of the results."""
 
@@ -32,14 +33,16 @@ class Unit:
     prompts: tuple[Any, ...]
     variants: tuple[Any, ...]
 
-    def file(self, folder: Path) -> Path:
+    @property
+    def key(self) -> str:
+        """Of its records, in the folder of evaluation."""
         names = [v.key for v in self.variants]
         ids = [p.sample_id for p in self.prompts]
-        return folder / f"{sha256_json([self.temperature, self.batch_size, names, ids])[:32]}.json"
+        return f"{PROMPTS}/{sha256_json([self.temperature, self.batch_size, names, ids])[:32]}.json"
 
-    def finished(self, folder: Path) -> dict[str, Any] | None:
+    def finished(self, storage: Storage) -> dict[str, Any] | None:
         """The unit's records by variant, or None when it has to be decoded (again)."""
-        found = read_object(self.file(folder))
+        found = read_object(storage, self.key)
         if found is None or found.keys() != {v.key for v in self.variants}:
             return None
         ids = [p.sample_id for p in self.prompts]
@@ -82,19 +85,19 @@ class Bench:
     drafters: dict[str, Any]
     stop_ids: frozenset[int]
     max_new_tokens: int
-    folder: Path = field(init=False)
+    storage: Storage = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = self.run.folder.evaluate / "prompts"
-        self.folder.mkdir(exist_ok=True)
+        self.storage = open_storage(self.run.folder.evaluate)
 
     def decode(self, units: Sequence[Unit]) -> dict[Key, list[dict[str, Any]]]:
         """Decode what is not done yet; returns the records of each column, in order."""
         from stages.evaluate import warm_up
 
-        finished = [unit.finished(self.folder) for unit in units]
+        finished = [unit.finished(self.storage) for unit in units]
         total = sum(len(u.prompts) for u in units)
         have = sum(len(u.prompts) for u, records in zip(units, finished, strict=True) if records is not None)
+        self.run.folder.begin("evaluate", len(units))
         say_resume(self.run, "evaluate", have, total, "prompts")
         if have < total:
             warm_up(self.target, self.drafters, units[0].prompts[0], self.stop_ids)
@@ -120,5 +123,5 @@ class Bench:
             self.target, self.drafters, unit.variants, unit.prompts, max_new_tokens=self.max_new_tokens,
             stop_ids=self.stop_ids, sampling=sampling,
         )  # fmt: skip
-        write_atomic(unit.file(self.folder), json.dumps(records).encode())
+        self.storage.replace(unit.key, json.dumps(records).encode())
         return records

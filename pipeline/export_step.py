@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_schema.identity import sha256_json
+from pipeline.folder import EXPORT
 from pipeline.run import Run
 from pipeline.train_step import train_job, trained_drafter
 
@@ -16,6 +17,7 @@ def _is_exported(run: Run) -> bool:
     from stages.checkpoint_format import CheckpointError, check_folder
 
     status, folder = run.folder.done("export"), run.folder.export
+    run.folder.files.fetch_tree(EXPORT)
     try:
         check_folder(folder)
     except CheckpointError:
@@ -41,12 +43,13 @@ def run_export(run: Run) -> None:
     with run.stage("export", fingerprint) as summary:
         card = model_card(run.recipe, drafter.spec, job, run.folder)
         export_drafter(drafter, run.folder.export, card=card)
+        run.folder.files.keep_tree(EXPORT, exactly=True)
         weights = run.folder.export / "model.safetensors"
         summary |= {
             "tensors": len(dict(drafter.named_parameters())),
             "bytes": weights.stat().st_size,
             "sha256": sha256_file(weights),
-            "folder": str(run.folder.export),
+            "folder": run.folder.storage.where(EXPORT),
         }
 
 
@@ -65,6 +68,7 @@ def check_exported(run: Run, folder: Path | None = None) -> list[Any]:
 
     trained = None
     if folder is None:
+        run.folder.files.fetch_tree(EXPORT)
         try:
             trained, _ = trained_drafter(run, train_job(run))
         except PipelineError:

@@ -1,52 +1,80 @@
-"""The run folder: where each stage keeps its things, which stages are done, and who is at work in it."""
+"""The run folder: where each stage keeps its things, how far each has come, and who is at work in it.
+
+It is a local folder or a place in an object store. What only files will do for (checkpoints, the exported model) is
+kept in a scratch folder of this machine then, and carried to the store (`cache_schema.carried`).
+"""
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import json
-import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_schema.durable import make_dirs, write_atomic
+from cache_schema.carried import Carried
+from cache_schema.storage import Location, Storage, is_remote, join, open_storage
 from pipeline.errors import PipelineError
+from pipeline.lock import Hold, hold_run
+
+RESPONSES, CACHE, HELDOUT_CACHE = "responses", "cache", "cache-heldout"
+TRAIN, EVALUATE, EXPORT, STATUS = "train", "evaluate", "export", "status"
+RECIPE, REJECTS, RESULTS = "recipe.json", "rejects.parquet", "results.json"
+"""The resolved recipe; of the responses; of evaluation."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside a run folder."""
+    """Places inside a run folder.
 
-    path: Path
+    Args:
+        path: the folder, or its URL.
+    """
 
-    @property
-    def responses(self) -> Path:
-        return self.path / "responses"
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self._hold: Hold | None = None
 
-    @property
-    def cache(self) -> Path:
-        return self.path / "cache"
+    @functools.cached_property
+    def storage(self) -> Storage:
+        return open_storage(self.path)
 
-    @property
-    def heldout_cache(self) -> Path:
-        """Of the held-out samples alone, in rolling mode."""
-        return self.path / "cache-heldout"
-
-    @property
-    def train(self) -> Path:
-        return self.path / "train"
+    @functools.cached_property
+    def files(self) -> Carried:
+        """The run folder's files as files: the folder itself, or scratch."""
+        return Carried(self.path)
 
     @property
-    def evaluate(self) -> Path:
-        return self.path / "evaluate"
+    def responses(self) -> Location:
+        return join(self.path, RESPONSES)
+
+    @property
+    def cache(self) -> Location:
+        return join(self.path, CACHE)
+
+    @property
+    def heldout_cache(self) -> Location:
+        """Of the held-out samples alone, in rolling mode; absolute."""
+        return absolute(join(self.path, HELDOUT_CACHE))
+
+    @property
+    def train(self) -> Location:
+        return join(self.path, TRAIN)
+
+    @property
+    def train_scratch(self) -> Path:
+        """The training folder's files on this machine."""
+        return Carried(self.train).path
+
+    @property
+    def evaluate(self) -> Location:
+        return join(self.path, EVALUATE)
 
     @property
     def export(self) -> Path:
-        return self.path / "export"
+        """Where the exported model lies on this machine."""
+        return self.files.path / EXPORT
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """The status of a finished stage, or None.
@@ -54,9 +82,9 @@ class RunFolder:
         Raises:
             PipelineError: the status file is damaged.
         """
-        file = self.path / "status" / f"{stage}.json"
+        key = f"{STATUS}/{stage}.json"
         try:
-            status = json.loads(file.read_bytes())
+            status = json.loads(self.storage.read(key))
         except FileNotFoundError:
             return None
         except ValueError:
@@ -64,44 +92,81 @@ class RunFolder:
         whole = isinstance(status, dict) and isinstance(status.get("summary"), dict)
         if not whole or not isinstance(status.get("fingerprint"), str):
             raise PipelineError(
-                f"{file} is damaged: expected a JSON object with fingerprint and summary; remove it and run the stage "
-                "again, finished work is found"
+                f"{self.storage.where(key)} is damaged: expected a JSON object with fingerprint and summary; remove it "
+                "and run the stage again, finished work is found"
             )
         return dict(status)
 
+    def begin(self, stage: str, planned: int | None = None) -> None:
+        """Record that a stage is at work, for whoever looks on; a killed one leaves the record behind.
+
+        Args:
+            stage: name.
+            planned: units of the whole stage, where nothing else in the folder tells.
+        """
+        self._record(f"{stage}.running", {"stage": stage, "started_at": now_text(), "planned": planned})
+
     def finish(self, stage: str, fingerprint: str, seconds: float, summary: dict[str, Any]) -> None:
-        """Record that a stage is done."""
-        make_dirs(self.path / "status")
+        """Record that a stage is done.
+
+        Raises:
+            RunInUse: another driver has taken this run over.
+        """
+        self.require_held()
         body = {
             "stage": stage,
             "fingerprint": fingerprint,
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "finished_at": now_text(),
             "seconds": round(seconds, 3),
             "summary": summary,
         }
-        write_atomic(
-            self.path / "status" / f"{stage}.json", (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
-        )
+        self._record(stage, body)
+        for kind in ("failed", "running"):
+            self.storage.delete(f"{STATUS}/{stage}.{kind}.json")
+
+    def fail(self, stage: str, error: str, kind: str, exit_code: int) -> None:
+        """Record that a stage has failed, and how often in a row."""
+        key = f"{STATUS}/{stage}.failed.json"
+        try:
+            attempt = int(json.loads(self.storage.read(key))["attempt"]) + 1
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            attempt = 1
+        body = {"stage": stage, "failed_at": now_text(), "error": error, "kind": kind, "exit_code": exit_code,
+                "attempt": attempt}  # fmt: skip
+        self._record(f"{stage}.failed", body)
+        self.storage.delete(f"{STATUS}/{stage}.running.json")
+
+    def _record(self, name: str, body: dict[str, Any]) -> None:
+        self.storage.replace(f"{STATUS}/{name}.json", (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
+
+    def require_held(self) -> None:
+        """Check that no other driver has taken over, where this one holds the run.
+
+        Raises:
+            RunInUse: one has.
+        """
+        if self._hold is not None:
+            self._hold.require()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run folder: a second driver is refused. A killed one leaves no lock behind.
+        """Hold the run folder: a second driver is refused. A killed one does not hold it for long.
 
         Raises:
-            PipelineError: names the process that holds it.
+            RunInUse: names who holds it; or, in the block, who has taken it over.
         """
-        make_dirs(self.path)
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with hold_run(self.storage) as self._hold:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
-                raise PipelineError(
-                    f"{self.path} is in use by {holder}; wait for it, or give this run another folder"
-                ) from error
-            os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-            yield
-        finally:
-            os.close(file)
+                yield
+            finally:
+                self._hold = None
+
+
+def now_text() -> str:
+    """The time, as records give it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def absolute(location: Location) -> Location:
+    """The same place for every process of this machine."""
+    return location if is_remote(location) else Path(location).resolve()

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cache_schema.identity import ResponsesIdentity
+from cache_schema.storage import join
 from pipeline.errors import PipelineError
+from pipeline.folder import REJECTS
 from pipeline.pool import drive_pool
 from pipeline.run import Run, first_reasons, say_resume
 from stages.config import identity_fields
@@ -38,7 +40,7 @@ def run_generate(run: Run) -> None:
     create_responses(folder, identity, len(parts), len(asked))
     if run.is_done("generate", identity.fingerprint(), lambda: len(committed_parts(folder)) == len(parts)):
         return
-    write_rejects(folder / "rejects.parquet", found.rejects)
+    write_rejects(join(folder, REJECTS), found.rejects)
     _say_import(run, found)
     with run.stage("generate", identity.fingerprint()) as summary:
         have = committed_parts(folder)
@@ -77,7 +79,7 @@ def responses_identity(run: Run, found: PromptImport) -> ResponsesIdentity:
 
 
 def _say_import(run: Run, found: PromptImport) -> None:
-    rejects = f" ({found.reasons()}; see {run.folder.responses / 'rejects.parquet'})" if found.rejects else ""
+    rejects = f" ({found.reasons()}; see {join(run.folder.responses, REJECTS)})" if found.rejects else ""
     run.say(
         f"generate: {len(found.conversations)} prompts from {found.n_rows} rows, {len(found.rejects)} rejected{rejects}"
     )

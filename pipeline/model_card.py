@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.folder import RunFolder
+from pipeline.folder import EVALUATE, RESULTS, RunFolder
 from pipeline.recipe import Recipe
 from stages.drafter import DrafterSpec
 
@@ -36,10 +36,11 @@ of {spec.n_target_layers}, MASK id {spec.mask_token_id}. It is of use with exact
 
 
 def _results(folder: RunFolder) -> str:
-    file = folder.evaluate / "results.json"
-    if not file.exists():
+    try:
+        results = json.loads(folder.storage.read(f"{EVALUATE}/{RESULTS}"))
+    except FileNotFoundError:
         return "| τ | not evaluated yet |\n"
-    trained = json.loads(file.read_bytes())["drafters"]["trained"]
+    trained = results["drafters"]["trained"]
     rows = [f"| τ (greedy, {trained['prompts']} held-out prompts) | {trained['tau']:.2f} |"]
     rows += [f"| τ, {category} | {r['tau']:.2f} |" for category, r in trained["by_category"].items()]
     if trained["identical"] is not None:  # sampled outputs are not compared

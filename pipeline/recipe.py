@@ -24,6 +24,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from cache_schema.errors import CacheError
+from cache_schema.object_client import parse_url
+from cache_schema.storage import Location, is_remote
 from pipeline.credentials import credential_faults, shown_setting
 from pipeline.errors import RecipeError
 from pipeline.yaml_text import parse_yaml
@@ -61,8 +64,9 @@ class Recipe:
 
     name: str = execution()
     """Name of the run."""
-    run: Path = execution()
-    """Run folder, relative to the working directory; `runs/<name>` unless given."""
+    run: Location = execution()
+    """Run folder: a path, relative to the working directory, or the URL of a place in an object store
+    (s3://bucket/path, gs://…, az://…); `runs/<name>` unless given."""
     seed: int = identity(0)
     """Seed of everything random: sampling, anchors, initial weights, order."""
     target: TargetConfig = identity()
@@ -80,13 +84,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed is {self.seed}, but it must be between 0 and 2^63 − 1")
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(self.run)):
-            raise RecipeError(
-                "run (not shown) looks like a URL, but the run folder is a local one; only the cache can lie in an "
-                "object store: cache.path"
-            )
-        if "\0" in str(self.run):
-            raise RecipeError(f"run is {str(self.run)!r}, but a path cannot hold a NUL")
+        object.__setattr__(self, "run", _run_location(str(self.run)))
 
     def identity(self, stage: str) -> dict[str, Any]:
         """What `stage` computes from, as JSON-able values: the seed and the identity fields of its sections
@@ -102,6 +100,24 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults filled in, as JSON-able values (`base` and `run` as strings)."""
         return {f.name: _jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def _run_location(text: str) -> Location:
+    """A URL as text, anything else as a path.
+
+    Raises:
+        RecipeError: a URL that nothing can open, or one with a credential in it; or no path.
+    """
+    if "\0" in text:
+        raise RecipeError(f"run is {text!r}, but a path cannot hold a NUL")
+    if is_remote(text):
+        try:
+            return parse_url(text).text
+        except CacheError as error:
+            raise RecipeError(f"run: {error}") from error
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+        raise RecipeError("run (not shown) looks like a URL with a slash too few; expected s3://bucket/path, or a path")
+    return Path("/" + text.removeprefix("file://").lstrip("/")) if text.startswith("file://") else Path(text)
 
 
 def _jsonable(value: Any) -> Any:
@@ -155,6 +171,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _types(cls: type) -> dict[str, Any]:
     """Field name -> resolved type, `base` left out: it is no key of the file."""
     hints = typing.get_type_hints(cls)
+    if cls is Recipe:
+        hints["run"] = str  # `__post_init__` tells a path from a URL
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "base"}
 
 

@@ -12,8 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cache_schema.durable import write_atomic
+from cache_schema.storage import Location, is_remote, join, open_storage
 from pipeline.errors import PipelineError
+from pipeline.folder import CACHE, EVALUATE, RECIPE, RESPONSES, TRAIN
 from pipeline.page import render_page
 from pipeline.report_evaluate import drafter_numbers, read_against, read_evaluate, side_by_side
 from pipeline.report_sections import Dropped, read_cache, read_responses, read_stages, read_train
@@ -26,12 +27,12 @@ REPORT_VERSION = 1
 
 
 def collect_report(
-    run: Path, recipe: dict[str, Any] | None = None, against: Path | None = None
+    run: Location, recipe: dict[str, Any] | None = None, against: Path | None = None
 ) -> dict[str, Any]:
     """Everything the report says, read from a run folder.
 
     Args:
-        run: the run folder; any stage may be missing or half done.
+        run: the run folder, or its URL; any stage may be missing or half done.
         recipe: the resolved recipe; None reads it from `recipe.json` in the run folder.
         against: `results.json` of another run, to set beside this one's evaluation.
 
@@ -42,21 +43,21 @@ def collect_report(
     Raises:
         PipelineError: the run folder does not exist, or `against` holds no results.
     """
-    if not run.is_dir():
+    if not (is_remote(run) or Path(run).is_dir()):
         raise PipelineError(f"{run}: no such run folder, so there is nothing to report; run `dflash run RECIPE` first")
     problems: list[str] = []
     dropped = Dropped()
-    settings = finite(recipe) if recipe is not None else read_json(run / "recipe.json", problems)
-    cache = as_dict(as_dict(settings).get("cache")).get("path") or run / "cache"
+    settings = finite(recipe) if recipe is not None else read_json(join(run, RECIPE), problems)
+    cache = as_dict(as_dict(settings).get("cache")).get("path") or join(run, CACHE)
     report: dict[str, Any] = {
         "report_version": REPORT_VERSION,
         "run": str(run),
         "recipe": settings,
         "headline": {},
-        "responses": read_responses(run / "responses", dropped, problems),
+        "responses": read_responses(join(run, RESPONSES), dropped, problems),
         "cache": read_cache(cache, dropped, problems),
-        "train": read_train(run / "train", problems),
-        "evaluate": read_evaluate(run / "evaluate", problems),
+        "train": read_train(join(run, TRAIN), problems),
+        "evaluate": read_evaluate(join(run, EVALUATE), problems),
         "against": None,
         "stages": read_stages(run, problems),
         "dropped": dropped.rows(),
@@ -96,17 +97,18 @@ def render_report(report: dict[str, Any]) -> str:
     return render_page("report.html.j2", r=report, h=report["headline"], trained=trained, charts=charts)
 
 
-def write_report(run: Path, recipe: dict[str, Any] | None = None, against: Path | None = None) -> Path:
+def write_report(run: Location, recipe: dict[str, Any] | None = None, against: Path | None = None) -> Location:
     """Write `report.html` and `report.json` into the run folder, each atomically.
 
     Returns:
-        The path of the page.
+        The place of the page.
 
     Raises:
         PipelineError: as `collect_report`.
     """
     report = collect_report(run, recipe, against)
     page = render_report(report).encode("utf-8", "replace")
-    write_atomic(run / "report.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-    write_atomic(run / "report.html", page)
-    return run / "report.html"
+    storage = open_storage(run)
+    storage.replace("report.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    storage.replace("report.html", page)
+    return join(run, "report.html")

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cache_schema.storage import Location, join
 from pipeline.errors import PipelineError
+from pipeline.folder import RESULTS
 from pipeline.report_values import as_dict, dict_rows, finite, number, numbers, read_json
 
 SETTING = ("drafter", "block_size", "temperature", "batch_size")
@@ -16,9 +18,9 @@ MEMORY = ("target_weights", "target_kv", "drafter_weights", "drafter_kv")
 OVERALL = "all prompts"
 
 
-def read_evaluate(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+def read_evaluate(folder: Location, problems: list[str]) -> dict[str, Any] | None:
     """What `evaluate` left in its folder, field by field."""
-    results = as_dict(read_json(folder / "results.json", problems))
+    results = as_dict(read_json(join(folder, RESULTS), problems))
     return evaluate_numbers(results) if results else None
 
 

@@ -18,15 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cache_schema import names
 from cache_schema.errors import CacheError
+from cache_schema.storage import Location, Storage, is_remote, join, open_storage, read_at
+from pipeline.folder import CACHE, EVALUATE, EXPORT, REJECTS, RESPONSES, STATUS, TRAIN
 from pipeline.report_values import as_dict, dict_rows, finite, number, numbers, read_json
+from stages.train_log import METRICS
 
 STAGES = (
-    ("generate", "responses"),
-    ("extract", "cache"),
-    ("train", "train"),
-    ("evaluate", "evaluate"),
-    ("export", "export"),
+    ("generate", RESPONSES),
+    ("extract", CACHE),
+    ("train", TRAIN),
+    ("evaluate", EVALUATE),
+    ("export", EXPORT),
 )
 """Stage name and the folder of the run that it fills, in the order in which they run."""
 
@@ -95,29 +99,31 @@ class Dropped:
         return dict(counts)
 
 
-def read_responses(folder: Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
+def read_responses(folder: Location, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
     """Counts, lengths, finish reasons and categories of the committed parts; rejects by reason."""
     from cache_schema.response_format import KEPT_REASONS
 
-    commits = sorted((folder / "commits").glob("part-*.json"))
-    rejects = folder / "rejects.parquet"
-    plan = as_dict(read_json(folder / "responses.json", problems))
-    if not (commits or plan or rejects.exists()):
+    storage = open_storage(folder)
+    keys = [key for key, _ in storage.list(names.COMMITS)]
+    commits = [key for key in keys if key.startswith(f"{names.COMMITS}/part-") and key.endswith(".json")]
+    has_rejects = storage.exists(REJECTS)
+    plan = as_dict(read_json(join(folder, names.RESPONSES_JSON), problems))
+    if not (commits or plan or has_rejects):
         return None
     prompt: list[npt.NDArray[np.int64]] = []
     response: list[npt.NDArray[np.int64]] = []
     finish: Counter[str] = Counter()
     categories: Counter[str] = Counter()
-    if rejects.exists():
+    if has_rejects:
         columns = ["source", "line", "sample_id", "reason", "detail"]
-        dropped.add("import", _read_rows(rejects, columns, problems))
-    for path in commits:
-        commit = as_dict(read_json(path, problems))
+        dropped.add("import", _read_rows(storage, columns, problems))
+    for key in commits:
+        commit = as_dict(read_json(join(folder, key), problems))
         rows = dict_rows(commit.get("ledger"))
         dropped.add("generate", ({**row, "kept": row.get("reason") in KEPT_REASONS} for row in rows))
         if not commit.get("file"):
             continue
-        part = _read_part(folder / "parts" / Path(str(commit["file"])).name, problems)
+        part = _read_part(storage, names.part_key(Path(str(commit["file"])).name), problems)
         if part is None:
             continue
         prompt.append(part[0])
@@ -141,16 +147,18 @@ def read_responses(folder: Path, dropped: Dropped, problems: list[str]) -> dict[
 Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[str], list[str]]
 
 
-def _read_part(path: Path, problems: list[str]) -> Part | None:
+def _read_part(storage: Storage, key: str, problems: list[str]) -> Part | None:
     """Prompt lengths, response lengths, finish reasons and categories of one part of the responses table."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, columns=["prompt_ids", "response_ids", "finish_reason", "category"])
+        data = pa.BufferReader(storage.read(key))
+        table = pq.read_table(data, columns=["prompt_ids", "response_ids", "finish_reason", "category"])
     except (OSError, pa.ArrowException) as error:
-        problems.append(f"{path}: a committed part that cannot be read ({error}); its samples are not counted")
+        where = storage.where(key)
+        problems.append(f"{where}: a committed part that cannot be read ({error}); its samples are not counted")
         return None
     prompt, response = (
         np.asarray(pc.list_value_length(table[name]).fill_null(0).to_numpy(), np.int64)
@@ -160,19 +168,19 @@ def _read_part(path: Path, problems: list[str]) -> Part | None:
     return prompt, response, finish, [v or "(none)" for v in table["category"].to_pylist()]
 
 
-def _read_rows(path: Path, columns: list[str], problems: list[str]) -> list[dict[str, Any]]:
+def _read_rows(storage: Storage, columns: list[str], problems: list[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+        rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(storage.read(REJECTS)), columns=columns).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        problems.append(f"{path}: cannot be read ({error}); the rows it holds are not counted")
+        problems.append(f"{storage.where(REJECTS)}: cannot be read ({error}); the rows it holds are not counted")
         return []
     return rows
 
 
-def read_cache(folder: str | Path, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
+def read_cache(folder: Location, dropped: Dropped, problems: list[str]) -> dict[str, Any] | None:
     """Samples, tokens, bytes and shards of the committed part of the feature cache, and its ledger."""
     from cache_schema.marker import committed_shards, read_marker
     from cache_schema.names import CACHE_JSON
@@ -209,14 +217,14 @@ def read_cache(folder: str | Path, dropped: Dropped, problems: list[str]) -> dic
     }
 
 
-def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+def read_metrics(path: Location, problems: list[str]) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, one per (kind, step), in order of step.
 
     A run that was killed leaves a torn last line, which is passed over; a step that was done again after
     a resume counts once, as it was done last.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_at(path).splitlines()
     except FileNotFoundError:
         return []
     rows: dict[tuple[str, float], dict[str, Any]] = {}
@@ -235,9 +243,9 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: (row["step"], str(row.get("kind"))))
 
 
-def read_train(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+def read_train(folder: Location, problems: list[str]) -> dict[str, Any] | None:
     """The training curves, and the last value of each."""
-    rows = read_metrics(folder / "metrics.jsonl", problems)
+    rows = read_metrics(join(folder, METRICS), problems)
     if not rows:
         return None
     steps = [row for row in rows if row.get("kind") == "step"]
@@ -266,12 +274,12 @@ def _thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int)]
 
 
-def read_stages(run: Path, problems: list[str]) -> list[dict[str, Any]]:
+def read_stages(run: Location, problems: list[str]) -> list[dict[str, Any]]:
     """Seconds, bytes on disk and summary of each stage; `state` is finished, unfinished or not run yet."""
     stages = []
     for name, folder in STAGES:
-        status = as_dict(read_json(run / "status" / f"{name}.json", problems))
-        size = folder_bytes(run / folder)
+        status = as_dict(read_json(join(run, f"{STATUS}/{name}.json"), problems))
+        size = folder_bytes(join(run, folder))
         stages.append(
             {
                 "stage": name,
@@ -286,11 +294,13 @@ def read_stages(run: Path, problems: list[str]) -> list[dict[str, Any]]:
     return stages
 
 
-def folder_bytes(folder: Path) -> int:
+def folder_bytes(folder: Location) -> int:
     """Bytes of all files under a folder, links not followed; 0 when there is none.
 
     A running stage may remove files meanwhile: those count as 0.
     """
+    if is_remote(folder):
+        return sum(size for _, size in open_storage(folder).list())
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:

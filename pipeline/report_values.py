@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
+from cache_schema.storage import Location, read_at
 
-def read_json(path: Path, problems: list[str]) -> Any:
+
+def read_json(path: Location, problems: list[str]) -> Any:
     """The content of a JSON file; None when it is not there, and None with a problem when it is damaged."""
     try:
-        return finite(json.loads(path.read_bytes()))
+        return finite(json.loads(read_at(path)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -7,13 +7,12 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cache_schema import names
-from cache_schema.durable import write_atomic
 from cache_schema.marker import evict, read_marker
 from cache_schema.reader import FeatureCache
+from cache_schema.storage import Location, join, read_at, replace_at
 from pipeline.errors import PipelineError
 from pipeline.extract_step import QuarantineGuard
 from pipeline.report_text import bytes_text
@@ -32,24 +31,24 @@ _TELL_S = 30.0
 class RollingCounts:
     """What became of the shards, over all starts of a run; kept in the training folder."""
 
-    file: Path
+    file: Location
     made: int = 0
     made_again: int = 0
     evicted: int = 0
     peak_bytes: int = 0
 
     @classmethod
-    def load(cls, file: Path) -> RollingCounts:
+    def load(cls, file: Location) -> RollingCounts:
         """Go on counting where an earlier start of the run stopped."""
         try:
-            found = json.loads(file.read_bytes())
+            found = json.loads(read_at(file))
             return cls(file, *(int(found[k]) for k in ("made", "made_again", "evicted", "peak_bytes")))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return cls(file)
 
     def save(self) -> None:
         counts = {name: value for name, value in dataclasses.asdict(self).items() if name != "file"}
-        write_atomic(self.file, json.dumps(counts).encode())
+        replace_at(self.file, json.dumps(counts).encode())
 
     def summary(self, max_bytes: int) -> dict[str, Any]:
         """For the train stage."""
@@ -76,17 +75,16 @@ class RollingFeed:
     """
 
     def __init__(
-        self, schedule: RollingSchedule, cache: FeatureCache, folder: Path, guard: QuarantineGuard, say: Say
+        self, schedule: RollingSchedule, cache: FeatureCache, folder: Location, guard: QuarantineGuard, say: Say
     ) -> None:
         self.schedule, self.storage, self.plan = schedule, cache.storage, cache.plan
-        self.guard, self.say, self._position_file = guard, say, folder / POSITION
-        self.counts = RollingCounts.load(folder / "rolling.json")
+        self.guard, self.say, self._position_file = guard, say, join(folder, POSITION)
+        self.counts = RollingCounts.load(join(folder, "rolling.json"))
         self.there = {names.shard_index(s): m.bytes for s, m in cache.markers.items()}
         self.coming: set[int] = set()
         self._groups = {names.shard_index(s): m.group for s, m in cache.markers.items()}
-        self._seen = set(self.there) | {
-            names.shard_index(Path(key).stem) for key, _ in self.storage.list(names.EVICTED)
-        }
+        evicted = (key.rpartition("/")[2].removesuffix(".json") for key, _ in self.storage.list(names.EVICTED))
+        self._seen = set(self.there) | set(map(names.shard_index, evicted))
         self._stop = threading.Event()
         self._stray_bytes, self._swept = 0, float("-inf")
         self._lacking: tuple[int, float] = (-1, 0.0)

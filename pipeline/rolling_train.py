@@ -15,20 +15,18 @@ import functools
 import math
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cache_schema import names
-from cache_schema.durable import write_atomic
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format
 from cache_schema.manifest import create_cache
 from cache_schema.marker import committed_shards
 from cache_schema.plan import ShardPlan, plan_shards
 from cache_schema.reader import FeatureCache
-from cache_schema.storage import Storage, open_storage
+from cache_schema.storage import Location, Storage, join, open_storage, replace_at
 from pipeline.errors import PipelineError
 from pipeline.extract_step import QuarantineGuard, drive_extract
 from pipeline.follow import follow_metrics
@@ -40,7 +38,7 @@ from pipeline.run import Run, Say
 from pipeline.runner import ensure_ray, run_pool
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
 from stages.order import StepPlan
-from stages.rolling import POSITION, Rolling, write_position
+from stages.rolling import POSITION, STOP, Rolling, write_position
 from stages.target import load_config, shape_of
 from stages.train import TrainJob
 from stages.train_ray import train_with_ray
@@ -88,7 +86,7 @@ def extract_heldout(run: Run, plan: ShardPlan, identity: CacheIdentity) -> None:
         )
         have = set(committed_shards(storage))
         todo = [ShardUnit(s, tuple(own.samples(s))) for s in own.shards() if s not in have]
-        job = _extract_job(run, identity, str(run.folder.heldout_cache.resolve()))
+        job = _extract_job(run, identity, str(run.folder.heldout_cache))
         guard = QuarantineGuard(len(own), recipe.extract.max_quarantined_share, storage.where())
         drive_extract(run, todo, job, len(have), guard)
         made = FeatureCache.open(storage, identity).markers.values() if len(own) else ()
@@ -108,7 +106,7 @@ def _heldout_plan(run: Run, steps: StepPlan, identity: CacheIdentity) -> ShardPl
 
 def _heldout_storage(run: Run, identity: CacheIdentity, own: ShardPlan) -> Storage:
     """The held-out cache, made if it is not there; one of other held-out samples makes way."""
-    storage = open_storage(run.folder.heldout_cache.resolve())
+    storage = open_storage(run.folder.heldout_cache)
     if storage.exists(names.PLAN) and ShardPlan.read(storage).samples_sha != own.samples_sha:
         run.say(f"extract: {storage.where()} holds other held-out samples than this recipe has; making it again")
         storage.delete_tree("")
@@ -147,22 +145,22 @@ def train_rolling(run: Run, job: TrainJob, cache: FeatureCache, steps: StepPlan,
     schedule = RollingSchedule(steps, sizes, recipe.cache.max_bytes or 0, reserved)
     require_room(schedule, recipe.extract.workers)
     run.say(what_is_seen(schedule, reserved + 2 * schedule.peak_bytes() + recipe.extract.workers * int(sizes.max())))
-    write_position(job.folder / POSITION, done)
+    write_position(join(job.folder, POSITION), done)
     guard = QuarantineGuard(len(cache.plan), recipe.extract.max_quarantined_share, cache.storage.where())
     feed = RollingFeed(schedule, cache, job.folder, guard, run.say)
-    rolling = Rolling(run.folder.heldout_cache.resolve() if heldout else None, job.folder / "stop.txt",
-                      recipe.train.shard_wait_s)
-    rolling.stop_file.unlink(missing_ok=True)
+    rolling = Rolling(run.folder.heldout_cache if heldout else None, join(job.folder, STOP), recipe.train.shard_wait_s)
+    open_storage(job.folder).delete(STOP)
     extraction = _Extraction(run, feed, _extract_job(run, job.identity, run.cache), rolling.stop_file)
     gpus = _gpu_share(recipe.train.workers + recipe.extract.workers)
     n_cpus = cpus_of(recipe.train.workers, recipe.train.threads) + 1
     with (
         ensure_ray(num_cpus=n_cpus + cpus_of(recipe.extract.workers, recipe.extract.threads)),
-        follow_metrics(job.folder / "metrics.jsonl", steps.n_steps, done),
+        follow_metrics(job.folder, steps.n_steps, done),
         extraction,
     ):
         try:
-            train_with_ray(dataclasses.replace(job, rolling=rolling), storage=job.folder / "ray", gpus_per_worker=gpus)
+            rolling_job, scratch = dataclasses.replace(job, rolling=rolling), run.folder.train_scratch
+            train_with_ray(rolling_job, storage=scratch / "ray", gpus_per_worker=gpus)
         except Exception:
             if extraction.error is not None:
                 raise extraction.error from None
@@ -181,7 +179,7 @@ def _gpu_share(workers: int) -> float:
 class _Extraction:
     """The pool of extract workers, in a thread beside the training. What ends it for good ends the training."""
 
-    def __init__(self, run: Run, feed: RollingFeed, job: ExtractJob, stop_file: Path) -> None:
+    def __init__(self, run: Run, feed: RollingFeed, job: ExtractJob, stop_file: Location) -> None:
         self.run, self.feed, self.job, self.stop_file = run, feed, job, stop_file
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="extraction", daemon=True)
@@ -198,7 +196,7 @@ class _Extraction:
             )  # fmt: skip
         except Exception as error:  # whatever it is, the training must not wait for shards that never come
             self.error = error
-            write_atomic(self.stop_file, f"{type(error).__name__}: {error}".encode())
+            replace_at(self.stop_file, f"{type(error).__name__}: {error}".encode())
 
     def __enter__(self) -> _Extraction:
         self._thread.start()

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.identity import canonical_json, sha256_json
+from cache_schema.storage import Location, Storage, open_storage
 from pipeline.errors import PipelineError
-from pipeline.folder import RunFolder
+from pipeline.folder import STATUS, RunFolder, absolute
 from pipeline.recipe import Recipe
 
 Say = Callable[[str], None]
+IDENTITY = "identity.json"
+"""What a stage's folder is made of."""
 
 
 @dataclass
@@ -64,8 +66,7 @@ class Run:
     @functools.cached_property
     def cache(self) -> str:
         """Where the feature cache lies: an absolute path or a URL, the same for every worker."""
-        path = self.recipe.cache.path or str(self.folder.cache)
-        return path if "://" in path else str(Path(path).resolve())
+        return str(absolute(self.recipe.cache.path or self.folder.cache))
 
     def is_done(self, stage: str, fingerprint: str, whole: Callable[[], bool]) -> bool:
         """Whether the stage has finished with this fingerprint and its output is still all there; says so.
@@ -85,7 +86,7 @@ class Run:
             raise FingerprintMismatch(
                 f"{self.folder.path}: stage {stage} was finished with other inputs or settings (fingerprint "
                 f"{status['fingerprint'][:12]}…, this run has {fingerprint[:12]}…); use another run folder, or remove "
-                f"{self.folder.path / 'status'}/{stage}.json and what the stage made"
+                f"{self.folder.storage.where(STATUS)}/{stage}.json and what the stage made"
             )
         if not whole():
             self.say(f"{stage}: was done, but part of its output is missing or damaged; making that again")
@@ -93,23 +94,20 @@ class Run:
         self.say(f"{stage}: already done ({_brief(status['summary'])}), nothing to do")
         return True
 
-    def pin(self, stage: str, folder: Path, identity: dict[str, Any]) -> str:
+    def pin(self, stage: str, folder: Location, identity: dict[str, Any]) -> str:
         """Write down what a stage's folder is made of, once; returns the fingerprint.
 
         Raises:
             FingerprintMismatch: it was made of something else; names each setting that differs, both values.
         """
-        from cache_schema.durable import create_once, make_dirs
-
-        make_dirs(folder)
-        file = folder / "identity.json"
+        storage = open_storage(folder)
         plain: dict[str, Any] = json.loads(canonical_json(identity))
-        if not create_once(file, canonical_json(plain).encode()):
-            found = read_object(file)
+        if not storage.create(IDENTITY, canonical_json(plain).encode()):
+            found = read_object(storage, IDENTITY)
             if found is None:
                 raise PipelineError(
-                    f"{file} is damaged: expected a JSON object with the settings that made {folder}. Remove that "
-                    f"folder to run stage {stage} anew, or restore the file"
+                    f"{storage.where(IDENTITY)} is damaged: expected a JSON object with the settings that made {folder}"
+                    f". Remove that folder to run stage {stage} anew, or restore the file"
                 )
             lines = list(_differences("", found, plain))
             if lines:
@@ -123,6 +121,7 @@ class Run:
     @contextmanager
     def stage(self, name: str, fingerprint: str) -> Iterator[dict[str, Any]]:
         """Times a stage; what the body puts into the dict becomes the stage's summary."""
+        self.folder.begin(name)
         started, summary = time.monotonic(), dict[str, Any]()
         yield summary
         seconds = time.monotonic() - started
@@ -130,10 +129,10 @@ class Run:
         self.say(f"{name}: done in {seconds:.0f} s ({_brief(summary)})")
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
-    """A JSON object, or None when the file is missing, damaged, or holds something else."""
+def read_object(storage: Storage, key: str) -> dict[str, Any] | None:
+    """A JSON object, or None when it is missing, damaged, or holds something else."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(storage.read(key))
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache_schema import names
+from cache_schema.storage import Storage, join, open_storage
 from pipeline.errors import PipelineError
+from pipeline.folder import RESPONSES
 from pipeline.recipe import Recipe
 from stages.config import SourceConfig
 from stages.mix import quotas
@@ -40,7 +43,7 @@ def count_samples(recipe: Recipe, n_samples: int | None = None, mean_tokens: flo
     Raises:
         PipelineError: the number is not known: a source is on the hub and has no limit.
     """
-    measured = _measured(recipe.run / "responses", recipe.cache.max_length)
+    measured = _measured(open_storage(join(recipe.run, RESPONSES)), recipe.cache.max_length)
     if n_samples is not None:
         count, count_source = n_samples, "given"
     elif measured is not None:
@@ -75,18 +78,19 @@ def _assumed(recipe: Recipe, mean_tokens: float | None) -> tuple[float, float, s
 # --- responses that are there -------------------------------------------------------------------------
 
 
-def _measured(folder: Path, max_length: int) -> SampleCounts | None:
+def _measured(storage: Storage, max_length: int) -> SampleCounts | None:
     """Counts of a responses table, from its markers and the lengths in some of its parts; None when there is none yet.
 
     A conversation may be several samples, or none: what the finished parts made of theirs is what the others will.
     """
     try:
-        planned = int(_object(names.responses_json(folder))["n_samples"])
-        markers = [_object(m) for m in sorted(names.commits_dir(folder).glob("part-*.json"))]
+        planned = int(_object(storage, names.RESPONSES_JSON)["n_samples"])
+        keys = [key for key, _ in storage.list(names.COMMITS) if key.startswith(f"{names.COMMITS}/part-")]
+        markers = [_object(storage, key) for key in keys if key.endswith(".json")]
         rows, done = (sum(int(m.get(name, m["rows"])) for m in markers) for name in ("rows", "planned"))
         full = [m for m in markers if m["rows"]]
         parts = full[:: max(1, len(full) // _PARTS_READ)]
-        lengths = [_lengths(names.parts_dir(folder) / p["file"]) for p in parts]
+        lengths = [_lengths(storage.read(names.part_key(p["file"]))) for p in parts]
     except (FileNotFoundError, KeyError, TypeError, ValueError):  # not begun, or nothing that could be counted
         return None
     if not lengths:
@@ -104,16 +108,16 @@ def _measured(folder: Path, max_length: int) -> SampleCounts | None:
     )
 
 
-def _object(file: Path) -> dict[str, Any]:
-    value = json.loads(file.read_bytes())
+def _object(storage: Storage, key: str) -> dict[str, Any]:
+    value = json.loads(storage.read(key))
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds {type(value).__name__}, expected a JSON object")
+        raise ValueError(f"{storage.where(key)} holds {type(value).__name__}, expected a JSON object")
     return value
 
 
-def _lengths(part: Path) -> tuple[Any, Any, Any]:
+def _lengths(part: bytes) -> tuple[Any, Any, Any]:
     """Tokens of each sample: all, before the first answer, and of the answers."""
-    table = pq.read_table(part, columns=["prompt_ids", "response_ids", "loss_mask"])
+    table = pq.read_table(pa.BufferReader(part), columns=["prompt_ids", "response_ids", "loss_mask"])
     prompt, response = (pc.list_value_length(table[c]).to_numpy() for c in ("prompt_ids", "response_ids"))
     masks = table["loss_mask"].to_pylist()
     return prompt + response, prompt, np.array([sum(mask) for mask in masks], dtype=np.int64)

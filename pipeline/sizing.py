@@ -167,10 +167,13 @@ def _disk(recipe: Recipe, spec: DrafterSpec, counts: SampleCounts, cache_bytes: 
         "checkpoints": (recipe.train.keep_checkpoints + 1) * parameters * _STATES * _FP32,
         "export": parameters * _BF16,
     }
+    need = sum(parts.values())
+    if isinstance(recipe.run, str):  # an object store, which does not tell
+        return {"folder": recipe.run, "need_by_part": parts, "need_bytes": need, "free_bytes": None, "fits": True}
     folder = recipe.run.absolute()
     while not folder.exists():
         folder = folder.parent
-    free, need = shutil.disk_usage(folder).free, sum(parts.values())
+    free = shutil.disk_usage(folder).free
     return {"folder": str(folder), "need_by_part": parts, "need_bytes": need, "free_bytes": free, "fits": need <= free}
 
 
@@ -217,6 +220,7 @@ def _cache_text(cache: dict[str, Any]) -> str:
 def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     target, samples, cache, drafter = plan["target"], plan["samples"], plan["cache"], plan["drafter"]
     train, extract, disk = plan["train"], plan["extract"], plan["disk"]
+    free = f"{bytes_text(disk['free_bytes'])} free" if disk["free_bytes"] is not None else "room unknown"
     mask = "?" if target["mask_token_id"] is None else target["mask_token_id"]
     by_dtype = [
         (f"  as {dtype}", f"{bytes_text(b['bytes'])}; {bytes_text(b['bytes_with_last_hidden'])} with last_hidden")
@@ -247,5 +251,5 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"{flops_text(train['flops_per_step'])} per step, {flops_text(train['flops_per_epoch'])} per "
             f"epoch, {flops_text(train['flops'])} in all",
         ),
-        ("disk", f"needs {bytes_text(disk['need_bytes'])}, {bytes_text(disk['free_bytes'])} free at {disk['folder']}"),
+        ("disk", f"needs {bytes_text(disk['need_bytes'])}, {free} at {disk['folder']}"),
     ]

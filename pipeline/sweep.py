@@ -21,6 +21,7 @@ from typing import Any
 
 from cache_schema.durable import write_atomic
 from cache_schema.errors import DFlashError
+from cache_schema.storage import open_storage
 from pipeline.errors import PipelineError
 from pipeline.jobs import run_stages
 from pipeline.run import Run, Say, read_object
@@ -43,7 +44,7 @@ class Training:
 
     def result(self) -> dict[str, Any] | None:
         """What it came to, or None when it has not been finished with these settings."""
-        found = read_object(self.folder / RESULT)
+        found = read_object(open_storage(self.folder), RESULT)
         return found if found is not None and found.get("fingerprint") == self.job.fingerprint else None
 
 
@@ -150,7 +151,7 @@ def summed_up(training: Training, seconds: float) -> dict[str, Any]:
     Raises:
         PipelineError: no held-out sample was looked at, so that there is no τ.
     """
-    rows = read_rows(training.folder / "metrics.jsonl")
+    rows = read_rows(training.folder)
     looks = [row for row in rows if row["kind"] == "heldout"]
     if not looks:
         raise PipelineError(

@@ -7,13 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cache_schema.carried import Carried
+from cache_schema.storage import Location, join, read_at
 from pipeline.errors import PipelineError
 from pipeline.extract_step import cache_identity
+from pipeline.folder import absolute
 from pipeline.pool import cpus_of
 from pipeline.recipe import Recipe
 from pipeline.run import Run, say_resume
 from pipeline.runner import ensure_ray
 from stages.config import identity_fields
+from stages.train_log import METRICS
 
 
 def train_job(run: Run) -> Any:
@@ -21,7 +25,7 @@ def train_job(run: Run) -> Any:
     return job_in(run, run.recipe, run.folder.train)
 
 
-def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
+def job_in(run: Run, recipe: Recipe, folder: Location) -> Any:
     """A training job on a run's cache, with its fingerprint pinned in a folder of its own.
 
     Args:
@@ -57,7 +61,7 @@ def job_in(run: Run, recipe: Recipe, folder: Path) -> Any:
         identity,
         recipe.seed,
         run.cache,
-        folder.resolve(),
+        absolute(folder),
         fingerprint,
     )
 
@@ -73,7 +77,7 @@ def run_train(run: Run) -> None:
     from cache_schema.reader import FeatureCache
     from pipeline.follow import follow_metrics
     from pipeline.rolling_train import is_rolling, train_rolling
-    from stages import checkpoint
+    from stages.checkpoint_places import Checkpoints
     from stages.order import StepPlan
     from stages.train_ray import train_with_ray
 
@@ -87,8 +91,9 @@ def run_train(run: Run) -> None:
         cache.require_complete()
     plan = StepPlan(cache.plan, recipe.train, recipe.seed)
     with run.stage("train", job.fingerprint) as summary:
-        newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+        newest = Checkpoints(Carried(run.folder.train)).newest(job.fingerprint)
         done = newest[1].step if newest else 0
+        run.folder.begin("train", plan.n_steps)
         say_resume(run, "train", done, plan.n_steps, "steps")
         run.say(
             f"train: {plan.n_training} samples, {len(plan.heldout)} held out, "
@@ -100,14 +105,14 @@ def run_train(run: Run) -> None:
             gpus = 1 if torch.cuda.is_available() else 0
             with (
                 ensure_ray(num_cpus=cpus_of(recipe.train.workers, recipe.train.threads) + 1),
-                follow_metrics(run.folder.train / "metrics.jsonl", plan.n_steps, done),
+                follow_metrics(run.folder.train, plan.n_steps, done),
             ):
-                train_with_ray(job, storage=run.folder.train / "ray", gpus_per_worker=gpus)
+                train_with_ray(job, storage=run.folder.train_scratch / "ray", gpus_per_worker=gpus)
         summary |= _train_summary(run, plan.n_steps)
 
 
 def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
-    rows = read_rows(run.folder.train / "metrics.jsonl")
+    rows = read_rows(run.folder.train)
     heldout = [r for r in rows if r["kind"] == "heldout"]
     steps = [r for r in rows if r["kind"] == "step"]
     return {
@@ -118,10 +123,14 @@ def _train_summary(run: Run, n_steps: int) -> dict[str, Any]:
     }
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, as far as they are whole."""
+def read_rows(folder: Location) -> list[dict[str, Any]]:
+    """The rows of a training folder's `metrics.jsonl`, as far as they are whole."""
     rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    try:
+        text = read_at(join(folder, METRICS))
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # the last line of a killed run
@@ -133,10 +142,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def _final_checkpoint(run: Run, job: Any) -> Path | None:
     """The checkpoint of the last step, or None when training has not come so far or the checkpoint is damaged."""
-    from stages import checkpoint
+    from stages.checkpoint_places import Checkpoints
 
     status = run.folder.done("train")
-    newest = checkpoint.newest_checkpoint(run.folder.train / "checkpoints", job.fingerprint)
+    newest = Checkpoints(Carried(run.folder.train)).newest(job.fingerprint)
     if status is None or newest is None or newest[1].step != status["summary"].get("steps"):
         return None
     return newest[0]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from cache_schema.response_format import KEPT_REASONS, Response
 from cache_schema.responses import write_part
+from cache_schema.storage import Location
 from stages.chat import ChatTemplate, PromptLimit, end_of_turn_ids, given_samples
 from stages.config import GenerateConfig, TargetConfig
 from stages.conversation import Conversation, Reason
@@ -36,7 +36,7 @@ class GenerateJob:
     generate: GenerateConfig
     max_prompt_tokens: int
     seed: int
-    responses_dir: Path
+    responses_dir: Location
     too_long: Literal["drop", "shorten"] = "drop"
 
     @property

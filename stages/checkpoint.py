@@ -22,10 +22,12 @@ from cache_schema.durable import fsync_dir, fsync_tree
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.identity import sha256_bytes, sha256_file
 from cache_schema.names import random_tag
+from stages.checkpoint_names import MODEL, OPTIMIZER, STATE
 from stages.replicas import Replicas
 
+__all__ = ["MODEL", "OPTIMIZER", "STATE", "Best", "Progress", "intact_state", "load_optimizer", "load_weights",
+           "newest_checkpoint", "rotate", "save_checkpoint", "step_folder"]  # fmt: skip
 log = logging.getLogger(__name__)
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def save_checkpoint(folder: Path, progress: Progress, replicas: Replicas, optimi
     if replicas.world.rank != 0:
         return final
     if final.exists():
-        if _intact_state(final) is not None:
+        if intact_state(final, final.name) is not None:
             return final
         shutil.rmtree(final)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,30 +122,36 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), key=lambda f: (len(f.name), f.name))
 
 
-def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress] | None:
+def newest_checkpoint(folder: Path, fingerprint: str, shown: str | None = None) -> tuple[Path, Progress] | None:
     """The newest intact checkpoint, or None.
+
+    Args:
+        folder: of the checkpoints.
+        fingerprint: of the training.
+        shown: what messages call the folder, where it is only a copy.
 
     Raises:
         FingerprintMismatch: the newest intact one belongs to another training (other data, drafter or settings).
     """
     for candidate in reversed(_folders(folder)):
-        state = _intact_state(candidate)
+        state = intact_state(candidate, candidate.name)
         if state is None:
             log.warning("%s is torn or altered; an older checkpoint is used", candidate)
             continue
         if state["fingerprint"] != fingerprint:
             raise FingerprintMismatch(
-                f"{candidate} belongs to another training (fingerprint {state['fingerprint'][:12]}…, this run has "
-                f"{fingerprint[:12]}…): cache, drafter or training settings changed. Use another run folder, or remove "
-                f"{folder} to train anew"
+                f"{shown or folder}/{candidate.name} belongs to another training (fingerprint "
+                f"{state['fingerprint'][:12]}…, this run has {fingerprint[:12]}…): cache, drafter or training settings "
+                f"changed. Use another run folder, or remove {shown or folder} to train anew"
             )
         best = Best(**state["best"]) if state.get("best") else None
         return candidate, Progress(state["step"], state["fingerprint"], state["skipped"], state["order"], best)
     return None
 
 
-def _intact_state(folder: Path) -> dict[str, Any] | None:
-    """What `state.json` says, or None when it or a file that it names is missing, torn, altered or another step's."""
+def intact_state(folder: Path, name: str) -> dict[str, Any] | None:
+    """What `state.json` says, or None when it or a file that it names is missing, torn or altered, or when it is not
+    that of the checkpoint of this name."""
     try:
         state = json.loads((folder / STATE).read_text())
         if not _well_formed(state) or state["state_sha256"] != _state_sha256(state):
@@ -151,7 +159,7 @@ def _intact_state(folder: Path) -> dict[str, Any] | None:
         intact = all(sha256_file(folder / name) == state["sha256"][name] for name in (MODEL, OPTIMIZER))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return state if intact and folder.name == step_folder(folder.parent, state["step"]).name else None
+    return state if intact and name == step_folder(folder.parent, state["step"]).name else None
 
 
 def _state_sha256(state: dict[str, Any]) -> str:

@@ -23,10 +23,12 @@ import torch
 from cache_schema.errors import ResponsesError, ShardRefused
 from cache_schema.identity import CacheIdentity
 from cache_schema.layout import feature_format, last_hidden_dtype
+from cache_schema.ledger import NON_FINITE, SHORTENED, TOO_SHORT
 from cache_schema.marker import CommitMarker
 from cache_schema.quantized import FeatureFormat
 from cache_schema.response_format import Response
 from cache_schema.responses import ResponsesTable
+from cache_schema.storage import Location
 from cache_schema.writer import ShardWriter
 from stages.capture import Captured
 from stages.config import CacheConfig, ExtractConfig, TargetConfig
@@ -40,7 +42,6 @@ from stages.shard_stream import ShardStream
 from stages.spot_check import SpotCheck, chosen_sample
 from stages.target import Target, load_target
 
-SHORTENED, TOO_SHORT = "shortened", "no_supervised_token"
 Put = Callable[[Sequence[int], Captured, Any], None]
 
 
@@ -52,7 +53,7 @@ class ExtractJob:
     cache: CacheConfig
     extract: ExtractConfig
     identity: CacheIdentity
-    responses_dir: Path
+    responses_dir: Location
     cache_dir: str | Path
     """Folder or URL."""
 
@@ -183,7 +184,7 @@ class ExtractWorker:
         busy_s, wait_s = lap.seconds()
         return {
             "shard": marker.shard, "samples": marker.samples, "tokens": marker.tokens, "bytes": marker.bytes,
-            "quarantined": sum(row["reason"] == "non_finite" for row in marker.ledger), "seconds": round(seconds, 3),
+            "quarantined": sum(row["reason"] == NON_FINITE for row in marker.ledger), "seconds": round(seconds, 3),
             "device_busy_s": round(busy_s, 4), "device_wait_s": round(wait_s, 4),
             "batching": self.choice.way.name, "batching_reason": self.choice.reason,
         }  # fmt: skip

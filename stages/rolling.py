@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cache_schema.durable import write_atomic
 from cache_schema.errors import ShardCorrupt, ShardNotCommitted
 from cache_schema.reader import FeatureCache
-from cache_schema.storage import FolderStorage
+from cache_schema.storage import FolderStorage, Location, is_remote, join, read_at, replace_at
 from stages.batch import TrainingSample
 from stages.config import DrafterConfig, TrainConfig
 from stages.dataset import SampleReader
 from stages.errors import TrainingError
 
 log = logging.getLogger(__name__)
-POSITION = "position.json"
-WRITE_S = 0.25
-"""Between two writes of the position."""
+POSITION, STOP = "position.json", "stop.txt"
+WRITE_S, WRITE_STORE_S = 0.25, 2.0
+"""Between two writes of the position, to a folder and to an object store."""
 REFRESH_S = 2.0
 """Between two looks at which shards are there; an evicted one that a reader holds open keeps its disk space."""
 TELL_S = 30.0
@@ -44,8 +43,8 @@ class Rolling:
         wait_s: how long no shard may be finished while a reader waits.
     """
 
-    heldout_dir: Path | None
-    stop_file: Path
+    heldout_dir: Location | None
+    stop_file: Location
     wait_s: float
 
     def require_going(self) -> None:
@@ -55,7 +54,7 @@ class Rolling:
             TrainingError: it has.
         """
         try:
-            reason = self.stop_file.read_text()
+            reason = read_at(self.stop_file).decode()
         except FileNotFoundError:
             return
         raise TrainingError(f"training was stopped, because extraction failed: {reason}")
@@ -132,8 +131,9 @@ class WaitingReader(SampleReader):
 class PositionFile:
     """Tells the driver how many steps are done: the newest number reaches the file, a few writes a second at most."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
+        self._between_s = WRITE_STORE_S if is_remote(path) else WRITE_S
         self._step: int | None = None
         self._error: OSError | None = None
         self._news, self._closing = threading.Event(), threading.Event()
@@ -170,18 +170,18 @@ class PositionFile:
             except OSError as error:
                 self._error = error
                 return
-            self._closing.wait(WRITE_S)
+            self._closing.wait(self._between_s)
 
 
-def write_position(path: Path, step: int) -> None:
+def write_position(path: Location, step: int) -> None:
     """Record that so many steps are done."""
-    write_atomic(path, json.dumps({"step": step}).encode())
+    replace_at(path, json.dumps({"step": step}).encode())
 
 
-def read_position(path: Path) -> int:
+def read_position(path: Location) -> int:
     """Steps that are done; 0 if nothing says so."""
     try:
-        return int(json.loads(path.read_bytes())["step"])
+        return int(json.loads(read_at(path))["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return 0
 
@@ -195,12 +195,16 @@ class Watch:
         chief: whether this rank writes the position.
     """
 
-    def __init__(self, rolling: Rolling, folder: Path, *, chief: bool) -> None:
+    def __init__(self, rolling: Rolling, folder: Location, *, chief: bool) -> None:
         self.rolling = rolling
-        self._file = PositionFile(folder / POSITION) if chief else None
+        self._file = PositionFile(join(folder, POSITION)) if chief else None
+        self._between_s = _POLL_STORE_S if is_remote(rolling.stop_file) else 0.0
+        self._looked = -math.inf
 
     def __call__(self, done: int) -> None:
-        self.rolling.require_going()
+        if time.monotonic() - self._looked >= self._between_s:
+            self.rolling.require_going()
+            self._looked = time.monotonic()
         if self._file is not None:
             self._file.set(done)
 

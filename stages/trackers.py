@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from stages.errors import TrainingError
 
+TENSORBOARD = "tensorboard"
+"""Folder of TensorBoard's event files, in the training folder."""
+
 
 class Tracker(Protocol):
     """Takes the signals of a training run."""
@@ -31,7 +34,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, _name: str, _settings: Mapping[str, Any]) -> None:
         writer = _library("tensorboardX", "tensorboard")
-        self._writer = writer.SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._writer = writer.SummaryWriter(str(folder / TENSORBOARD), flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from cache_schema.identity import CacheIdentity
 from cache_schema.reader import FeatureCache
+from cache_schema.storage import Location
 from stages.config import DrafterConfig, TargetConfig, TrainConfig
 from stages.dataset import SampleReader
 from stages.device import use_threads
@@ -37,7 +38,8 @@ class TrainJob:
     seed: int
     cache_dir: str | Path
     """Folder or URL."""
-    folder: Path
+    folder: Location
+    """For `metrics.jsonl`, checkpoints and the rest; a folder or a URL."""
     fingerprint: str
     rolling: Rolling | None = None
     """Set when the cache is made while training."""

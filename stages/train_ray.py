@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cache_schema.durable import is_storage_fault, storage_text
 from cache_schema.errors import DFlashError
 from cache_schema.names import random_tag
+from cache_schema.storage import Storage, open_storage
 from stages.config import TrainConfig
 from stages.errors import TrainingError
 from stages.meeting import LOOPBACK, bind_loopback, join_on_loopback
@@ -43,17 +44,18 @@ def _rank(settings: dict[str, Any]) -> None:
     job: TrainJob = settings["job"]
     if settings["alone"] and world.size > 1:
         _meet(world, settings["patience_s"])
-    if (job.folder / settings["failure"]).exists():
+    place = open_storage(job.folder)
+    if place.exists(settings["failure"]):
         return  # another rank has said what no retry mends; Ray restarted this group all the same
     try:
         train_rank(job, world, leaving=_node_leaves())
     except DFlashError as error:
         # Another try would end the same way: leave the words for the driver, and let the group end in order.
-        (job.folder / settings["failure"]).write_text(f"{type(error).__name__}: {error}")
+        place.replace(settings["failure"], f"{type(error).__name__}: {error}".encode())
     except OSError as error:
         if not is_storage_fault(error):
             raise
-        (job.folder / settings["failure"]).write_text(storage_text(error))
+        place.replace(settings["failure"], storage_text(error).encode())
     if settings["alone"] and world.size > 1:
         torch.distributed.destroy_process_group()
 
@@ -135,8 +137,7 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    job.folder.mkdir(parents=True, exist_ok=True)
-    failure = job.folder / f"failure.{random_tag()}.txt"
+    place, failure = open_storage(job.folder), f"failure.{random_tag()}.txt"
     resources: dict[str, float] = {"CPU": job.train.threads or 1}
     if gpus_per_worker:
         resources["GPU"] = gpus_per_worker
@@ -145,7 +146,7 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     alone = ray.util.get_node_ip_address() == LOOPBACK  # no other machine can be in a Ray with such an address
     trainer = TorchTrainer(
         _rank,
-        train_loop_config={"job": job, "failure": failure.name, "alone": alone, "patience_s": patience_s},
+        train_loop_config={"job": job, "failure": failure, "alone": alone, "patience_s": patience_s},
         torch_config=_torch_config(alone, patience_s),
         scaling_config=ScalingConfig(num_workers=_ranks(job.train), use_gpu=gpus_per_worker > 0,
                                      resources_per_worker=resources),
@@ -157,15 +158,15 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
     except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
         raise KeyboardInterrupt from interrupted
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
-        if failure.exists():
-            raise TrainingError(_taken(failure)) from error
+        if place.exists(failure):
+            raise TrainingError(_taken(place, failure)) from error
         raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
-    if failure.exists():
-        raise TrainingError(_taken(failure))
+    if place.exists(failure):
+        raise TrainingError(_taken(place, failure))
 
 
-def _taken(failure: Path) -> str:
+def _taken(place: Storage, failure: str) -> str:
     """What a rank left in the file, which goes."""
-    message = failure.read_text()
-    failure.unlink()
+    message = place.read(failure).decode()
+    place.delete(failure)
     return message

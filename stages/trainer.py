@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from cache_schema.carried import Carried
+from cache_schema.storage import Location
 from stages import checkpoint
 from stages.attention_flex import require_gpu
 from stages.batch import Batch
+from stages.checkpoint_places import Checkpoints
 from stages.config import TrainConfig, identity_fields
 from stages.dataset import SampleReader, StepData, StepDataset, TrainingStream
 from stages.drafter import Drafter
@@ -55,7 +58,7 @@ class Trainer:
         ends: the target's embedding and head, on the same device.
         plan, reader: the data.
         config: settings.
-        folder: of the run's training files (`metrics.jsonl`, `checkpoints/`, `tensorboard/`).
+        folder: of the run's training files (`metrics.jsonl`, `checkpoints/`, `tensorboard/`); may be a URL.
         fingerprint: of cache, drafter and training settings.
         world: this process.
         on_step: called after each logged step with its metrics (rank 0).
@@ -75,7 +78,7 @@ class Trainer:
         plan: StepPlan,
         reader: SampleReader,
         config: TrainConfig,
-        folder: Path,
+        folder: Location,
         fingerprint: str,
         world: World | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
@@ -85,7 +88,9 @@ class Trainer:
     ) -> None:
         self.drafter, self.ends, self.plan, self.reader = drafter, ends, plan, reader
         self.heldout, self.watch = heldout or reader, watch or (lambda _: None)
-        self.config, self.folder, self.fingerprint = config, folder, fingerprint
+        self.config, self.fingerprint = config, fingerprint
+        self.place = Carried(folder)
+        self.checkpoints = Checkpoints(self.place)
         self.world = world or World()
         self.leaving = leaving or (lambda: False)
         if config.attention == "flex":
@@ -106,14 +111,9 @@ class Trainer:
         chief = self.world.rank == 0
         settings = identity_fields(config)  # no path and no name of a machine is among them
         self.log = TrainLog(
-            folder, plan.n_steps, chief=chief, trackers=config.trackers, settings=settings, on_row=on_step
+            self.place, plan.n_steps, chief=chief, trackers=config.trackers, settings=settings, on_row=on_step
         )
         self.best: checkpoint.Best | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.folder / "checkpoints"
 
     def run(self) -> Path:
         """Train from the newest checkpoint (or from the start) to the end; returns the final checkpoint.
@@ -142,10 +142,12 @@ class Trainer:
                         f"training was told to stop (SIGTERM) and did after step {self.stream.position} of "
                         f"{self.plan.n_steps}, with a checkpoint; the same command goes on from there"
                     )
-        return checkpoint.step_folder(self.checkpoints, self.plan.n_steps)
+        self.log.carry()
+        return checkpoint.step_folder(self.checkpoints.folder, self.plan.n_steps)
 
     def _resume(self) -> None:
-        found = checkpoint.newest_checkpoint(self.checkpoints, self.fingerprint)
+        found = self.checkpoints.newest(self.fingerprint)
+        self.log.go_on_from(found[1].step if found else None)
         if found is None:
             return
         folder, progress = found
@@ -227,10 +229,11 @@ class Trainer:
     def _save(self, done: int) -> None:
         skipped = dict(sorted(self.reader.skipped.items()))
         progress = checkpoint.Progress(done, self.fingerprint, skipped, self.plan.identity(), self.best)
-        checkpoint.save_checkpoint(self.checkpoints, progress, self.replicas, self.optimizer)
+        final = checkpoint.save_checkpoint(self.checkpoints.folder, progress, self.replicas, self.optimizer)
         if self.world.rank == 0:
+            self.log.carry()
             kept = self.best.step if self.best is not None else None
-            checkpoint.rotate(self.checkpoints, self.config.keep_checkpoints, kept)
+            self.checkpoints.carry(final, self.config.keep_checkpoints, kept)
 
     def _look_at_heldout(self, done: int) -> bool:
         """Log a look at the held-out samples; returns whether it is the best so far and worth a checkpoint."""

@@ -25,6 +25,7 @@ from cache_schema.responses import ResponsesTable
 from cache_schema.storage import open_storage
 from cache_schema.verify import describe_cache, equal_caches, verify_cache
 from pipeline import cli
+from pipeline.exits import Exit
 from pipeline.run import Run
 from pipeline.steps import STEPS
 from stages.checkpoint_format import load_drafter
@@ -340,7 +341,7 @@ def test_a_second_driver_is_refused(home: Path, tmp_path: Path) -> None:
 
     with RunFolder(tmp_path / "run").locked():
         done = dflash_here("generate", home / "r.yaml", "--set", f"run={tmp_path / 'run'}")
-    assert done.returncode == 1
+    assert done.returncode == Exit.IN_USE
     assert f"process {os.getpid()}" in done.stderr
 
 
@@ -378,7 +379,7 @@ def test_extract_onto_a_full_disk(home: Path, undisturbed: Path, small_disk: Pat
     run.mkdir()
     shutil.copytree(undisturbed / "responses", run / "responses")
     done = dflash("extract", home / "r.yaml", "--set", f"run={run}", ray=ray_address)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == Exit.STORAGE, done.stderr
     assert "No space left on device" in done.stderr
     assert "run the same command again" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,265 @@
+"""`dflash status`: how far a run is, read from its folder or object store alone; whether it is at work or not.
+
+Rates come from the times at which the storage says that commits were written, those of the present start of a stage
+where there are two or more. Besides the small records only commit markers are read, for their ledgers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cache_schema import names
+from cache_schema.errors import CacheError
+from cache_schema.ledger import NON_FINITE
+from cache_schema.storage import FolderStorage, Location, Storage, open_storage
+from pipeline.errors import PipelineError
+from pipeline.evaluate_units import PROMPTS
+from pipeline.folder import CACHE, EVALUATE, RECIPE, RESPONSES, STATUS, TRAIN
+from pipeline.lock import holder_of
+from pipeline.recipe import STAGES
+from pipeline.report_values import as_dict, number
+from stages.checkpoint_names import CHECKPOINTS, STATE
+from stages.train_log import METRICS
+
+if TYPE_CHECKING:
+    from pipeline.holder import Holder
+
+RECENT = 200
+"""Commits that a rate is taken from, at most."""
+MAX_MARKERS = 5000
+"""Markers that are read from an object store for their ledgers; of more, what was dropped is not counted."""
+TAIL_BYTES = 64 << 10
+"""Of `metrics.jsonl`, from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """How far a stage is, by what it has committed.
+
+    Attributes:
+        unit: what is counted.
+        done: units.
+        planned: units of the whole stage; None if nothing tells.
+        times: when they were committed.
+        more: what else there is to say.
+    """
+
+    unit: str
+    done: int
+    planned: int | None
+    times: Sequence[float]
+    more: dict[str, Any]
+
+
+def collect_status(location: Location) -> dict[str, Any]:
+    """How far each stage of a run is, ready for JSON.
+
+    Args:
+        location: the run folder, or its URL.
+
+    Returns:
+        `run`, `name`, `held_by` (None when nobody is at work), and `stages`: one dict each, with `stage`, `state`
+        (`done`, `running`, `killed`, `failed`, `begun`, `not begun`), `unit`, `done`, `planned`, `per_s`, `left_s`,
+        `idle_s` (since the last commit), `summary`, `failure`, and what is particular to the stage.
+
+    Raises:
+        PipelineError: there is no run.
+        OSError: as the storage gave it.
+    """
+    storage = open_storage(location)
+    recipe = _object(storage, RECIPE)
+    times = dict(storage.written(STATUS))
+    if not recipe and not times:
+        raise PipelineError(f"{storage.where()} holds no run: neither {RECIPE} nor {STATUS}/; check the path or URL")
+    holder = holder_of(storage)
+    return {
+        "run": storage.where(),
+        "name": recipe.get("name"),
+        "held_by": holder.to_json() | {"text": str(holder)} if holder is not None else None,
+        "stages": [_stage(storage, stage, recipe, times, holder) for stage in STAGES],
+    }
+
+
+def _object(storage: Storage, key: str) -> dict[str, Any]:
+    try:
+        return as_dict(json.loads(storage.read(key)))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _stage(
+    storage: Storage, stage: str, recipe: dict[str, Any], times: dict[str, float], holder: Holder | None
+) -> dict[str, Any]:
+    done, running, failed = (_object(storage, f"{STATUS}/{stage}{kind}.json") for kind in ("", ".running", ".failed"))
+    began = times.get(f"{STATUS}/{stage}.running.json")
+    work = _WORK[stage](storage, recipe, running, as_dict(done.get("summary")))
+    if running:
+        state = "running" if holder is not None else "killed"
+    else:
+        state = "failed" if failed else "done" if done else "begun" if work.done else "not begun"
+    per_s = work.more.pop("per_s", None) or _rate(work.times, began)
+    left = work.planned - work.done if work.planned is not None else None
+    return {
+        "stage": stage,
+        "state": state,
+        "unit": work.unit,
+        "done": work.done,
+        "planned": work.planned,
+        "per_s": per_s,
+        "left_s": left / per_s if state == "running" and left is not None and per_s else None,
+        "idle_s": round(max(0.0, time.time() - max(work.times)), 1) if work.times else None,
+        "seconds": number(done.get("seconds")),
+        "finished_at": done.get("finished_at"),
+        "summary": as_dict(done.get("summary")),
+        "failure": failed or None,
+        **work.more,
+    }
+
+
+def _rate(times: Sequence[float], began: float | None) -> float | None:
+    """Units per second: of the present start, else of the last stretch; None without two commits."""
+    found = sorted(times)
+    mine = [t for t in found if began is not None and t >= began]
+    recent = (mine if len(mine) > 1 else found)[-RECENT:]
+    if len(recent) < 2 or recent[-1] <= recent[0]:
+        return None
+    return (len(recent) - 1) / (recent[-1] - recent[0])
+
+
+# --- each stage's own ---------------------------------------------------------------------------------
+
+
+def _generate(storage: Storage, _recipe: Any, _running: Any, summary: dict[str, Any]) -> _Work:
+    from cache_schema.responses import KEPT_REASONS, ResponsesTable
+
+    table = storage.below(RESPONSES)
+    times = _commits(table, "part-")
+    plan = _object(table, names.RESPONSES_JSON)
+
+    def ledger() -> list[str]:
+        return [row["reason"] for row in ResponsesTable.open(table, require_complete=False).ledger]
+
+    reasons = _ledger(table, len(times), ledger)
+    dropped = sum(r not in KEPT_REASONS for r in reasons) if reasons is not None else summary.get("dropped")
+    return _Work("parts", len(times), _whole(plan.get("n_parts")), times, {"dropped": dropped})
+
+
+def _extract(storage: Storage, recipe: dict[str, Any], _running: Any, _summary: Any) -> _Work:
+    from cache_schema.marker import read_markers
+
+    path = as_dict(recipe.get("cache")).get("path")
+    cache = open_storage(path) if isinstance(path, str) else storage.below(CACHE)
+    times = _commits(cache, "shard-")
+
+    def ledger() -> list[str]:
+        shards = [key.removeprefix(f"{names.COMMITS}/").removesuffix(".json") for key, _ in cache.list(names.COMMITS)]
+        return [row["reason"] for m in read_markers(cache, shards).values() for row in m.ledger if not row["kept"]]
+
+    reasons = _ledger(cache, len(times), ledger)
+    more: dict[str, Any] = {"cache": cache.where(), "quarantined": None, "dropped": None}
+    if reasons is not None:
+        more["quarantined"] = reasons.count(NON_FINITE)
+        more["dropped"] = len(reasons) - reasons.count(NON_FINITE)
+    return _Work("shards", len(times), _n_shards(cache), times, more)
+
+
+def _train(storage: Storage, _recipe: Any, running: dict[str, Any], summary: dict[str, Any]) -> _Work:
+    folder = storage.below(TRAIN)
+    # A checkpoint counts when its `state.json` is there, which comes last.
+    written = {key.split("/")[1]: at for key, at in folder.written(CHECKPOINTS) if key.endswith(f"/{STATE}")}
+    steps = sorted(int(name.removeprefix("step-")) for name in written if name.removeprefix("step-").isdecimal())
+    rows = _last_rows(folder)
+    logged = [row for row in rows if row.get("kind") == "step"]
+    looks = [row for row in rows if row.get("kind") == "heldout"]
+    done = max([*steps[-1:], *(int(row["step"]) for row in logged[-1:])], default=0)
+    more = {
+        "newest_checkpoint": steps[-1] if steps else None,
+        "metrics": _brief(logged[-1], ("step", "loss", "expected_acceptance", "tokens_per_s")) if logged else None,
+        "heldout": _brief(looks[-1], ("step", "loss", "tau")) if looks else None,
+        "per_s": _steps_per_s(logged),
+    }
+    return _Work("steps", done, _whole(running.get("planned") or summary.get("steps")), list(written.values()), more)
+
+
+def _evaluate(storage: Storage, _recipe: Any, running: dict[str, Any], _summary: Any) -> _Work:
+    times = [at for _, at in storage.below(EVALUATE).written(PROMPTS)]
+    return _Work("units", len(times), _whole(running.get("planned")), times, {})
+
+
+def _export(_storage: Storage, _recipe: Any, _running: Any, summary: dict[str, Any]) -> _Work:
+    return _Work("exports", int(bool(summary)), 1, [], {})
+
+
+_WORK: dict[str, Callable[[Storage, dict[str, Any], dict[str, Any], dict[str, Any]], _Work]] = {
+    "generate": _generate, "extract": _extract, "train": _train, "evaluate": _evaluate, "export": _export,
+}  # fmt: skip
+
+
+def _commits(storage: Storage, start: str) -> list[float]:
+    prefix = f"{names.COMMITS}/{start}"
+    return [at for key, at in storage.written(names.COMMITS) if key.startswith(prefix) and key.endswith(".json")]
+
+
+def _ledger(storage: Storage, n_markers: int, read: Callable[[], list[str]]) -> list[str] | None:
+    """The reasons in all markers; None where they are too many to be read, or damaged."""
+    if not n_markers:
+        return []
+    if n_markers > MAX_MARKERS and not isinstance(storage, FolderStorage):
+        return None
+    try:
+        return read()
+    except CacheError:
+        return None
+
+
+def _n_shards(cache: Storage) -> int | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        shards = pq.read_table(pa.BufferReader(cache.read(names.PLAN)), columns=["shard"])["shard"]
+        return int(shards[-1].as_py()) + 1 if len(shards) else 0
+    except (FileNotFoundError, pa.ArrowException, KeyError):
+        return None
+
+
+def _last_rows(folder: Storage) -> list[dict[str, Any]]:
+    """The last whole rows of `metrics.jsonl`."""
+    try:
+        reader = folder.open(METRICS)
+        text = bytearray(min(TAIL_BYTES, reader.size))
+        reader.read_into(reader.size - len(text), [text])
+    except (FileNotFoundError, EOFError):
+        return []
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError):  # cut at either end
+            found.append(as_dict(json.loads(line)))
+    return [row for row in found if isinstance(row.get("step"), int)]
+
+
+def _steps_per_s(rows: list[dict[str, Any]]) -> float | None:
+    """Of the last start: its clock begins at zero."""
+    mine: list[dict[str, Any]] = []
+    for row in reversed(rows):
+        if mine and row.get("seconds", 0) >= mine[-1].get("seconds", 0):
+            break
+        mine.append(row)
+    if len(mine) < 2:
+        return None
+    last, first = mine[0], mine[-1]
+    seconds = last["seconds"] - first["seconds"]
+    return float((last["step"] - first["step"]) / seconds) if seconds > 0 else None
+
+
+def _brief(row: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    return {name: row.get(name) for name in fields}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
