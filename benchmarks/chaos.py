@@ -4,7 +4,8 @@
 
 Each run is `python -m jobs.pipeline --recipe …` in new processes on a local Ray cluster: a head without CPUs and two
 nodes, which stay up between runs unless they are killed. One to three faults come at random moments of random stages.
-Where Ceph's gateway is installed, every other run keeps its things on that S3 server, which is killed too. In the end
+Where Ceph's gateway is installed, every other run folder is on that S3 server, which is killed too; half of such a
+run's later submissions find nothing in their scratch folder, as on another machine. In the end
 responses, cache (object for object), weights (all files of the last checkpoint), exported files and evaluation results
 are compared with those of a run that nothing disturbed.
 
@@ -36,12 +37,16 @@ from typing import Any
 from benchmarks.chaos_faults import KINDS, STORE, Fault, Scene, adopt_orphans, cpu_s, draw_faults, patiently
 from benchmarks.chaos_home import Place, make_home, run_differences
 from benchmarks.runner_cluster import Nodes
+from cache_schema.carried import SCRATCH
+from pipeline.exits import TRY_AGAIN
 from pipeline.recipe import STAGES
 from tests.servers.s3 import S3Server, missing_programs, start_s3
 
 Row = dict[str, Any]
-PATIENCE_S = 600.0
+PATIENCE_S = 1800.0
 """Longest time from one fault, or submission, to the next or the end: beyond it, the command hangs."""
+PAUSE_S = 2.0
+"""Before a command that could not have the run, or the storage, is submitted again."""
 MOST = 10
 """Submissions of one run, at most."""
 BUCKET = "chaos"
@@ -57,10 +62,10 @@ class Bench:
 
     def place(self, name: str, on_store: bool) -> Place:
         """Where a run of that name keeps its things."""
-        run, server = str(self.folder / name), self.scene.server
-        on_server = on_store and server is not None
-        cache = f"s3://{BUCKET}/{secrets.token_hex(4)}-{name}" if on_server else f"{run}/cache"
-        return Place(run, cache, self.folder / f"{name}.txt")
+        output = self.folder / f"{name}.txt"
+        if on_store and self.scene.server is not None:
+            return Place(f"s3://{BUCKET}/{secrets.token_hex(4)}-{name}", output)
+        return Place(str(self.folder / name), output)
 
     def undisturbed(self) -> Row:
         """The run to compare with, and what its stages take."""
@@ -107,10 +112,14 @@ class Bench:
             if len(exits) == MOST:
                 problems.append(f"not done after {MOST} submissions")
                 break
+            if exits and self.scene.chance.random() < 0.5:
+                place.forget_scratch()
             process = place.submit(self.recipe, self.scene.nodes.address)
             exits.append(self._through(place, process, todo, problems))
+            if exits[-1] in TRY_AGAIN:
+                time.sleep(PAUSE_S)
         return {
-            "on_store": "://" in place.cache, "faults": [fault.to_json() for fault in faults], "exits": exits,
+            "on_store": place.on_store, "faults": [fault.to_json() for fault in faults], "exits": exits,
             "seconds": round(time.monotonic() - began, 1), "cpu_s": round(cpu_s() - cpu_began, 1),
             "problems": problems,
         }  # fmt: skip
@@ -140,6 +149,7 @@ def stage_set(folder: Path, seed: int, on_store: bool) -> Iterator[Scene]:
             stack.callback(server.stop)
             server.make_bucket(BUCKET)
             os.environ.update(server.environment())  # of the nodes, and so of their workers
+        os.environ[SCRATCH] = str(folder / "scratch")
         nodes = patiently(Nodes)
         stack.callback(nodes.close)
         yield Scene(nodes, server, random.Random(seed))

@@ -163,14 +163,18 @@ class Scene:
 
 
 def patiently(start: Callable[[], T]) -> T:
-    """Start a node; Ray gives it 30 s, which a busy machine may not keep to."""
-    for _ in range(STARTS - 1):
+    """Start a node; Ray gives its processes 30 s, which a busy machine may not keep to. What is left of them ends."""
+    for number in range(1, STARTS + 1):
+        before = set(psutil.Process().children(recursive=True))
         try:
             return start()
-        except Exception as error:  # Ray raises a bare Exception here
-            if "timed out during startup" not in str(error):
+        except Exception:  # Ray raises all kinds here, bare ones too
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with suppress(psutil.Error):
+                    process.kill()
+            if number == STARTS:
                 raise
-    return start()
+    raise AssertionError("unreachable")
 
 
 def _wait(come: Callable[[], bool], over: Callable[[], bool]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from benchmarks.interruption_check import differences
+from cache_schema.carried import scratch_folder
 from cache_schema.responses import ResponsesTable
 from cache_schema.storage import Storage, open_storage
 from pipeline.recipe import STAGES
@@ -57,21 +59,15 @@ class Place:
 
     Attributes:
         run: its folder: a path, or a URL.
-        cache: of features: below the run's folder, or elsewhere.
         output: what all submissions of the run printed.
     """
 
     run: str
-    cache: str
     output: Path
 
     def submit(self, recipe: Path, address: str) -> subprocess.Popen[Any]:
         """`python -m jobs.pipeline`, a process that joins the Ray at that address."""
-        settings = [f"run={self.run}"]
-        if not self.cache.startswith(self.run):
-            settings.append(f"cache.path={self.cache}")
-        command = [sys.executable, "-m", "jobs.pipeline", "--recipe", str(recipe)]
-        command += [part for setting in settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "jobs.pipeline", "--recipe", str(recipe), "--set", f"run={self.run}"]
         environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
         with self.output.open("ab") as output:
             return subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output, env=environment)
@@ -89,14 +85,24 @@ class Place:
         """How much of a stage is committed: parts, shards, steps behind the newest checkpoint, prompts."""
         if stage == "train":
             return max((_step(name) for name in open_storage(self.run).folders("train/checkpoints")), default=0)
-        if stage == "extract":
-            return _count(self.cache, "commits")
-        return _count(self.run, {"generate": "responses/commits", "evaluate": "evaluate/prompts"}.get(stage, stage))
+        kept = {"generate": "responses/commits", "extract": "cache/commits", "evaluate": "evaluate/prompts"}
+        return _count(self.run, kept.get(stage, stage))
+
+    @property
+    def on_store(self) -> bool:
+        """Whether the run lies in an object store."""
+        return "://" in self.run
+
+    def forget_scratch(self) -> None:
+        """What this machine keeps of a run in a store goes: the next submission is on another one."""
+        if self.on_store:
+            shutil.rmtree(scratch_folder(self.run), ignore_errors=True)
+            shutil.rmtree(scratch_folder(f"{self.run}/train"), ignore_errors=True)
 
     def remove(self) -> None:
-        """Both folders and the output."""
-        for place in {self.run, self.cache}:
-            open_storage(place).delete_tree("")
+        """The folder and the output."""
+        open_storage(self.run).delete_tree("")
+        self.forget_scratch()
         self.output.unlink(missing_ok=True)
 
 
@@ -112,7 +118,7 @@ def _count(location: str, prefix: str) -> int:
 def run_differences(ours: Place, reference: Place) -> list[str]:
     """How a finished run differs from one that nothing disturbed, output by output."""
     problems = _responses(ours.run, reference.run)
-    problems += differences(ours.cache, reference.cache)[0]
+    problems += differences(f"{ours.run}/cache", f"{reference.run}/cache")[0]
     folders = [open_storage(place.run) for place in (ours, reference)]
     newest = [max(f"train/checkpoints/{name}" for name in folder.folders("train/checkpoints")) for folder in folders]
     problems += _files("weights", [_objects(f, prefix) for f, prefix in zip(folders, newest, strict=True)])
@@ -127,16 +133,12 @@ def _responses(ours: str, theirs: str) -> list[str]:
     folders = [open_storage(run) for run in (ours, theirs)]
     parts = [{key.split(".")[0]: folder.read(key) for key, _ in folder.list("responses/parts")
               if key.endswith(".parquet")} for folder in folders]  # fmt: skip
-    tables = [ResponsesTable.open(_place(f"{run}/responses")) for run in (ours, theirs)]
+    tables = [ResponsesTable.open(f"{run}/responses") for run in (ours, theirs)]
     ids = [sorted(r.sample_id for r in table) for table in tables]
     problems = [] if ids[0] == ids[1] else ["responses: the samples are not the same ones, each once"]
     if tables[0].responses_hash() != tables[1].responses_hash():
         problems.append("responses: they have another hash")
     return problems + ([] if parts[0] == parts[1] else ["responses: parts have other bytes"])
-
-
-def _place(location: str) -> Any:
-    return location if "://" in location else Path(location)
 
 
 def _objects(storage: Storage, prefix: str) -> dict[str, bytes]:
