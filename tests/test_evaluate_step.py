@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cache_schema.errors import FingerprintMismatch
+from cache_schema.storage import open_storage
 from pipeline.cli import main
 from pipeline.errors import RecipeError
 from pipeline.evaluate_step import run_evaluate
@@ -104,11 +105,12 @@ def test_a_record_that_lacks_a_response_is_none(tmp_path: Path) -> None:
     prompts = tuple(EvalPrompt(f"p{i}", "a", "", [1]) for i in range(2))
     unit = Unit(0.0, 2, prompts, (Variant("trained", 8, 8),))
     rows = [{"sample_id": "p0"}, {"sample_id": "p1"}]
+    storage = open_storage(tmp_path)
     for responses, whole in ((rows, True), (rows[:1], False), (rows[::-1], False), ([1, 2], False), (None, False)):
-        unit.file(tmp_path).write_text(json.dumps({"trained@8": {"responses": responses}}))
-        assert (unit.finished(tmp_path) is not None) == whole
-    unit.file(tmp_path).write_text('{"trained@8": {}}')
-    assert unit.finished(tmp_path) is None
+        storage.replace(unit.key, json.dumps({"trained@8": {"responses": responses}}).encode())
+        assert (unit.finished(storage) is not None) == whole
+    storage.replace(unit.key, b'{"trained@8": {}}')
+    assert unit.finished(storage) is None
 
 
 @pytest.mark.parametrize(
