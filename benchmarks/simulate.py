@@ -149,7 +149,7 @@ def measure(n_units: int, n_starts: int) -> Measured:
         workers=1, tokens_per_s=TOKENS / part["compute_s"], unit_tokens=TOKENS, token_bytes=part["write_s"],
         read_token_bytes=part["read_s"], unit_spread=spread, dispatch_s=max(rest_s, 0.0),
     )  # fmt: skip
-    return Measured(rates, {workers: statistics.fmean(found) for workers, found in starts.items()})
+    return Measured(rates, {workers: statistics.median(found) for workers, found in starts.items()})
 
 
 def foretell(found: Measured, n_units: int, workers: int, in_flight: int, n_kills: int) -> dict[str, float]:
