@@ -26,6 +26,7 @@ from cache_schema.storage import open_storage
 from cache_schema.verify import equal_caches, verify_cache
 from cache_schema.writer import ShardWriter
 from pipeline import cli, extract_step, rolling_train, steps
+from pipeline.exits import Exit
 from stages.config import TargetConfig
 from stages.quantize import dequantize, from_stored, to_stored
 from stages.target import hash_target, load_tokenizer
@@ -614,7 +615,7 @@ def test_repair_takes_nothing_out_that_the_recipe_would_not_make_again(
     other = dataclasses.replace(IDENTITY, **INT8)
     monkeypatch.setattr(extract_step, "cache_identity", lambda run: other)
     code, _, err = call("repair", recipe)
-    assert code == 1
+    assert code == Exit.MISMATCH
     assert "feature_dtype" in err
     monkeypatch.undo()
     code, _, err = call("repair", recipe)  # there are no responses
@@ -652,7 +653,7 @@ def test_repair_refuses_a_run_that_is_in_use(call: Call, recipe: Path, tmp_path:
     make_cache(tmp_path / "run" / "cache")
     with RunFolder(tmp_path / "run").locked():
         code, _, err = call("repair", recipe)
-    assert code == 1
+    assert code == Exit.IN_USE
     assert f"process {os.getpid()}" in err
 
 
@@ -850,7 +851,7 @@ def test_copy_refuses_another_spelling_of_the_source_and_its_inside(call: Call, 
 def test_copy_refuses_another_cache_other_content_and_itself(call: Call, exact: Path, tmp_path: Path) -> None:
     value_cache(tmp_path / "other", responses_sha256="q" * 64)
     code, _, err = call("copy", exact, tmp_path / "other")
-    assert code == 1
+    assert code == Exit.MISMATCH
     assert "responses_sha256" in err
     value_cache(tmp_path / "same", seed=1)
     code, _, err = call("copy", exact, tmp_path / "same")

@@ -179,7 +179,7 @@ def test_a_compact_cache_is_smaller_and_trains(home: Path, undisturbed: Path, ra
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     again = dflash_here("extract", home / "r.yaml", "--set", f"run={run}")
-    assert again.returncode == 1
+    assert again.returncode == Exit.MISMATCH
     assert "feature_dtype: found 'float8_e4m3fn', expected 'bfloat16'" in again.stderr
 
 
@@ -246,7 +246,7 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(home: Path, undis
     ):
         stage = {"generate": "generate", "cache": "extract", "train": "train"}[setting.split(".")[0]]
         done = dflash_here(stage, home / "r.yaml", "--set", f"run={undisturbed}", "--set", setting)
-        assert done.returncode == 1, done.stderr
+        assert done.returncode == Exit.MISMATCH, done.stderr
         key = setting.split("=")[0].split(".")[1]
         assert key in done.stderr
         assert found in done.stderr
@@ -259,7 +259,7 @@ def test_recipe_for_another_target_than_the_cache(home: Path, undisturbed: Path)
     save_target(home / "other", make_target(1, make_tokenizer(), vocab_size=300))
     other = f"target.model={home / 'other'}"
     done = dflash_here("train", home / "r.yaml", "--set", f"run={undisturbed}", "--set", other)
-    assert done.returncode == 1
+    assert done.returncode == Exit.MISMATCH
     assert "weights" in done.stderr
     assert "Traceback" not in done.stderr
 
