@@ -38,9 +38,10 @@ def make_responses(folder: Path, n_samples: int, tokens: int) -> None:
     from cache_schema import names
     from cache_schema.identity import canonical_json, sha256_bytes
     from cache_schema.responses import SCHEMA, create_responses
+    from cache_schema.storage import open_storage
     from tests.tiny import RESPONSES_IDENTITY
 
-    n_parts = -(-n_samples // PART_ROWS)
+    n_parts, storage = -(-n_samples // PART_ROWS), open_storage(folder)
     create_responses(folder, RESPONSES_IDENTITY, n_parts, n_samples)
     prompt = tokens // 4
     ids = np.arange(tokens, dtype=np.int32)
@@ -60,11 +61,12 @@ def make_responses(folder: Path, n_samples: int, tokens: int) -> None:
         pq.write_table(table, sink, compression="zstd")
         data = sink.getvalue().to_pybytes()
         name = names.part_name(part)
-        (names.parts_dir(folder) / f"{name}.made.parquet").write_bytes(data)
-        marker = {"part": name, "file": f"{name}.made.parquet", "rows": len(rows), "bytes": len(data),
+        file = f"{name}.made.parquet"
+        storage.create(names.part_key(file), data)
+        marker = {"part": name, "file": file, "rows": len(rows), "bytes": len(data),
                   "sha256": sha256_bytes(data), "attempt": 1, "ledger": [], "planned": len(rows),
                   "seconds": 0.0}  # fmt: skip
-        names.commit_file(folder, name).write_bytes(canonical_json(marker).encode())
+        storage.create(names.commit_key(name), canonical_json(marker).encode())
 
 
 def _lists(row: Any, n: int, kind: Any) -> Any:
@@ -84,13 +86,11 @@ def plan(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     from stages.extract import ShardUnit
 
     steps = {"imports": time.process_time()}
-    table = ResponsesTable.open(folder / "responses")
-    table.responses_hash()
-    steps["hash"] = time.process_time()
-    ids, lengths = ResponsesTable.open(folder / "responses").lengths()
-    steps["lengths"] = time.process_time()
-    size = int(lengths.sum()) * TOKEN_BYTES // given.shards
-    made = create_cache(folder / "cache", identity(), plan_shards(ids, lengths, TOKEN_BYTES, size))
+    content = ResponsesTable.open(folder / "responses").content()
+    steps["read and hashed"] = time.process_time()
+    size = int(content.lengths.sum()) * TOKEN_BYTES // given.shards
+    plan = plan_shards(content.sample_ids, content.lengths, TOKEN_BYTES, size)
+    made = create_cache(folder / "cache", identity(), plan)
     steps["plan"] = time.process_time()
     units = [ShardUnit(shard, tuple(made.samples(shard))) for shard in made.shards()]
     steps["units"] = time.process_time()

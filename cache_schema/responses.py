@@ -15,11 +15,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from numpy.typing import NDArray
 
 from cache_schema import names
@@ -232,6 +234,22 @@ def committed_parts(location: Location | Storage) -> set[int]:
     return {int(stem) for stem in found if stem.isdecimal()}
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All samples of a responses table, in order.
+
+    Attributes:
+        sample_ids: of the samples.
+        lengths: tokens of each, prompt and response.
+        sha256: SHA-256 over XXH3-128 of each sample's id, tokens and mask: equal tables give equal hashes, however they
+            are divided into parts and Parquet encodes them. (The files themselves are under a SHA-256 of their own.)
+    """
+
+    sample_ids: list[str]
+    lengths: NDArray[np.int64]
+    sha256: str
+
+
 class ResponsesTable:
     """Read access to the committed parts of a responses table, in order. Make one with `open`."""
 
@@ -298,6 +316,28 @@ class ResponsesTable:
         stored otherwise than planned (`KEPT_REASONS`)."""
         return [row for part, m in self._markers.items() for row in part_rows(m["ledger"], names.part_name(part))]
 
+    def content(self) -> Content:
+        """Ids, lengths and hash of all samples, in one reading, without parsing conversations."""
+        ids: list[str] = []
+        counts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        digest = hashlib.sha256()
+        for part in self._markers:
+            table = self._read(part)
+            names_of_part = table["sample_id"].to_pylist()
+            ids += names_of_part
+            counts.append(np.diff(list_offsets(table["loss_mask"])))
+            prompts, responses, masks = (
+                list_values(table[c], d)
+                for c, d in (("prompt_ids", "<i4"), ("response_ids", "<i4"), ("loss_mask", "u1"))
+            )
+            for sample_id, p, r, m in zip(names_of_part, prompts, responses, masks, strict=True):
+                # Lengths first, so that no two different samples give the same bytes.
+                sample = xxhash.xxh3_128(canonical_json([sample_id, len(p), len(r)]).encode())
+                for values in (p, r, m):
+                    sample.update(values.data)
+                digest.update(sample.digest())
+        return Content(ids, np.concatenate(counts), digest.hexdigest())
+
     def lengths(self) -> tuple[list[str], NDArray[np.int64]]:
         """Sample ids and token counts (prompt + response) in order, without parsing conversations."""
         ids: list[str] = []
@@ -337,20 +377,8 @@ class ResponsesTable:
         return places
 
     def responses_hash(self) -> str:
-        """SHA-256 over ids, tokens and masks in order: equal tables give equal hashes, however Parquet encodes them."""
-        digest = hashlib.sha256()
-        for part in self._markers:
-            table = self._read(part)
-            prompts, responses, masks = (
-                list_values(table[c], d)
-                for c, d in (("prompt_ids", "<i4"), ("response_ids", "<i4"), ("loss_mask", "u1"))
-            )
-            for sample_id, p, r, m in zip(table["sample_id"].to_pylist(), prompts, responses, masks, strict=True):
-                # Lengths first, so that no two different samples give the same bytes.
-                digest.update(
-                    canonical_json([sample_id, len(p), len(r)]).encode() + p.tobytes() + r.tobytes() + m.tobytes()
-                )
-        return digest.hexdigest()
+        """`Content.sha256`, where nothing else of it is needed."""
+        return self.content().sha256
 
     def _read(self, part: int) -> pa.Table:
         marker = self._markers[part]

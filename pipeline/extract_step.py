@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cache_schema.errors import FingerprintMismatch
 from cache_schema.identity import CacheIdentity
@@ -12,14 +12,18 @@ from pipeline.errors import PipelineError
 from pipeline.pool import drive_pool
 from pipeline.run import Run, first_reasons, say_resume
 
+if TYPE_CHECKING:
+    from cache_schema.responses import Content, ResponsesTable
+
 LAYER_CONVENTION = "output of decoder layer i, 0-based: output_hidden_states[i + 1] of transformers"
 
 
-def cache_identity(run: Run) -> CacheIdentity:
-    """What the feature cache of this run is made of.
+def responses_of(run: Run) -> ResponsesTable:
+    """The answers of this run's target.
 
     Raises:
         ResponsesError: the responses table is missing, incomplete or damaged.
+        FingerprintMismatch: another target gave them.
     """
     from cache_schema.responses import ResponsesTable
 
@@ -34,6 +38,20 @@ def cache_identity(run: Run) -> CacheIdentity:
             f"{table.identity.target_weights_sha256[:12]}…), this recipe's target is {recipe.target.model!r} (weights "
             f"{run.hashes.weights[:12]}…); use another run folder, or the recipe that made these responses"
         )
+    return table
+
+
+def cache_identity(run: Run, content: Content | None = None) -> CacheIdentity:
+    """What the feature cache of this run is made of.
+
+    Args:
+        run: whose responses are there.
+        content: of the responses, where they have been read already.
+
+    Raises:
+        ResponsesError, FingerprintMismatch: see `responses_of`.
+    """
+    recipe = run.recipe
     return CacheIdentity(
         target_name=recipe.target.model,
         target_revision=recipe.target.revision,
@@ -48,7 +66,7 @@ def cache_identity(run: Run) -> CacheIdentity:
         feature_group=recipe.cache.group,
         last_hidden=recipe.cache.last_hidden,
         max_length=recipe.cache.max_length,
-        responses_sha256=table.responses_hash(),
+        responses_sha256=(content or responses_of(run).content()).sha256,
     )
 
 
@@ -65,21 +83,24 @@ def run_extract(run: Run) -> None:
     from cache_schema.manifest import create_cache
     from cache_schema.marker import committed_shards
     from cache_schema.plan import plan_shards
-    from cache_schema.responses import ResponsesTable
     from pipeline.rolling_train import extract_heldout, is_rolling
     from stages.extract import ExtractJob, ShardUnit
     from stages.target import load_config, shape_of
 
     recipe, storage = run.recipe, open_storage(run.cache)
-    identity = cache_identity(run)
-    ids, lengths = ResponsesTable.open(run.folder.responses).lengths()
+    content = responses_of(run).content()
+    identity = cache_identity(run, content)
     shape = shape_of(load_config(recipe.target))
     bytes_per_token = feature_format(identity).code_bytes(len(identity.layer_ids), shape.hidden_size)
     plan = create_cache(
         storage,
         identity,
-        plan_shards(ids, np.minimum(lengths, recipe.cache.max_length), bytes_per_token, recipe.cache.shard_bytes),
-    )
+        plan_shards(
+            content.sample_ids, np.minimum(content.lengths, recipe.cache.max_length), bytes_per_token,
+            recipe.cache.shard_bytes,
+        ),
+    )  # fmt: skip
+    del content
     if is_rolling(run, plan, identity):
         extract_heldout(run, plan, identity)
         return
