@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_schema.carried import Carried
-from cache_schema.storage import Location, Storage, is_remote, join, open_storage
+from cache_schema.storage import Location, Storage, join, open_storage
 from pipeline.errors import PipelineError
 from pipeline.lock import Hold, hold_run
 
@@ -126,6 +126,10 @@ class RunFolder:
             "summary": summary,
         }
         self._record(stage, body)
+        self.settle(stage)
+
+    def settle(self, stage: str) -> None:
+        """Forget that a stage was at work, or failed: it is done."""
         for kind in ("failed", "running"):
             self.storage.delete(f"{STATUS}/{stage}.{kind}.json")
 
@@ -174,4 +178,4 @@ def now_text() -> str:
 
 def absolute(location: Location) -> Location:
     """The same place for every process of this machine."""
-    return location if is_remote(location) else Path(location).resolve()
+    return location if "://" in str(location) else Path(location).resolve()

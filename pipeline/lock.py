@@ -63,7 +63,10 @@ def holder_of(storage: Storage) -> Holder | None:
     if isinstance(storage, FolderStorage):
         return _flock_holder(storage.root / LOCK)
     newest = _newest(storage)
-    return newest.holder if newest is not None and not newest.is_free(storage) else None
+    if newest is None or newest.is_over:
+        return None
+    written = dict(storage.written(LOCK)).get(newest.key, time.time())
+    return newest.holder if time.time() - written <= STALE_S else None
 
 
 # --- a local folder -----------------------------------------------------------------------------------
@@ -133,9 +136,14 @@ class _Lease:
     def key(self) -> str:
         return _key(self.number)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its holder has let go, or has died on this machine."""
+        return self.released or self.holder.is_gone
+
     def is_free(self, storage: Storage) -> bool:
         """Whether the next number may be taken."""
-        return self.released or self.holder.is_gone or _age_s(storage, self.key) > STALE_S
+        return self.is_over or _age_s(storage, self.key) > STALE_S
 
 
 def _key(number: int) -> str:

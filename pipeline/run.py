@@ -91,6 +91,7 @@ class Run:
         if not whole():
             self.say(f"{stage}: was done, but part of its output is missing or damaged; making that again")
             return False
+        self.folder.settle(stage)
         self.say(f"{stage}: already done ({_brief(status['summary'])}), nothing to do")
         return True
 

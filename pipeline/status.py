@@ -98,10 +98,11 @@ def _stage(
     done, running, failed = (_object(storage, f"{STATUS}/{stage}{kind}.json") for kind in ("", ".running", ".failed"))
     began = times.get(f"{STATUS}/{stage}.running.json")
     work = _WORK[stage](storage, recipe, running, as_dict(done.get("summary")))
-    if running:
-        state = "running" if holder is not None else "killed"
+    if running:  # of an earlier driver, if it began before the present one took hold
+        mine = holder is not None and str(running.get("started_at")) >= holder.since
+        state = "running" if mine else "killed"
     else:
-        state = "failed" if failed else "done" if done else "begun" if work.done else "not begun"
+        state = "done" if done else "failed" if failed else "begun" if work.done else "not begun"
     per_s = work.more.pop("per_s", None) or _rate(work.times, began)
     left = work.planned - work.done if work.planned is not None else None
     return {

@@ -65,18 +65,18 @@ def test_a_run_that_was_killed_failed_and_then_done(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("run", ["folder"], indirect=True)  # the one whose times can be set
 def test_rate_and_time_left_are_from_the_times_of_commits(run: RunFolder) -> None:
-    run.begin("generate")
     path = Path(run.path)
-    os.utime(path / "status" / "generate.running.json", (100, 100))
     for part, at in ((0, 200), (1, 210)):
         os.utime(path / "responses" / "commits" / f"part-0000{part}.json", (at, at))
     with run.locked():
+        run.begin("generate")
+        os.utime(path / "status" / "generate.running.json", (100, 100))
         found = stage(run, "generate")
+        os.utime(path / "responses" / "commits" / "part-00001.json", (200, 200))
+        one = stage(run, "generate")
     assert found["per_s"] == pytest.approx(0.1)
     assert found["left_s"] == pytest.approx(20)
-    os.utime(path / "responses" / "commits" / "part-00001.json", (200, 200))
-    with run.locked():
-        assert stage(run, "generate")["left_s"] is None
+    assert one["left_s"] is None
 
 
 def test_a_training_is_where_its_newest_whole_checkpoint_and_its_log_say(run: RunFolder) -> None:
@@ -86,8 +86,8 @@ def test_a_training_is_where_its_newest_whole_checkpoint_and_its_log_say(run: Ru
     rows = [{"kind": "step", "step": n, "loss": 4.0 / n, "seconds": s} for n, s in ((9, 50.0), (10, 1.0), (14, 3.0))]
     rows.append({"kind": "heldout", "step": 10, "tau": 1.5, "loss": 2.0})
     store.replace("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode() + b'{"kind"')
-    run.begin("train", 20)
     with run.locked():
+        run.begin("train", 20)
         found = stage(run, "train")
         text = "\n".join(status_lines(collect_status(run.path)))
     assert (found["done"], found["planned"], found["newest_checkpoint"]) == (14, 20, 10)
