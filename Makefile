@@ -29,9 +29,8 @@ SUBMIT_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types constraints bench-cache bench-flips bench-interruptions bench-rolling bench-frontier \
-    bench-runner bench-planning bench-simulate bench-extract bench-train bench-resume bench-train-data bench-decode \
-    check-serve sweep $(STAGES) \
-    $(JOBS:%=submit-%)
+    bench-runner bench-planning bench-simulate bench-chaos bench-job-submit bench-extract bench-train bench-resume \
+    bench-train-data bench-decode check-serve sweep $(STAGES) $(JOBS:%=submit-%)
 
 help: ## this list
 	@grep -hE '^[a-z |-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-20s %s\n", $$1, $$2 }'
@@ -91,6 +90,12 @@ bench-train-data: $(STAMP) ## how long training waits for its data, with the cac
 sweep: $(STAMP) ## the ablations of the paper on a small target, one page: runs/ablations/sweep.html
 	$(BIN)/python -m benchmarks.ablation_target
 	$(DFLASH) sweep recipes/ablations.yaml $(SWEEP_ARGS)
+
+bench-chaos: $(STAMP) ## 50 runs of a tiny pipeline, workers, nodes, driver and store killed at random: the same end
+	$(BIN)/python -m benchmarks.chaos $(BENCH_ARGS)
+
+bench-job-submit: $(STAMP) ## every stage by `ray job submit` on a head and two workers as processes of their own
+	$(BIN)/python -m benchmarks.job_submit $(BENCH_ARGS)
 
 bench-frontier: $(STAMP) ## bytes and errors of every way to store features, on the demo's target
 	$(BIN)/python -m benchmarks.frontier $(BENCH_ARGS)

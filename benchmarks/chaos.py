@@ -34,7 +34,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_faults import KINDS, STORE, Fault, Scene, adopt_orphans, cpu_s, draw_faults, patiently
+from benchmarks.chaos_faults import KINDS, STORE, Fault, Scene, adopt_orphans, cpu_s, draw_faults, patiently, workers
 from benchmarks.chaos_home import Place, make_home, run_differences
 from benchmarks.runner_cluster import Nodes
 from cache_schema.carried import SCRATCH
@@ -134,9 +134,10 @@ class Bench:
         try:
             return process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            problems.append(f"submission {process.args} hung for {PATIENCE_S:.0f} s; its stacks are in the output")
-            process.send_signal(signal.SIGABRT)
-            return process.wait(30)
+            at_work = [title for _, title in workers()]
+            problems.append(f"the command hung for {PATIENCE_S:.0f} s, with these workers: {at_work}")
+            process.kill()
+            return process.wait()
 
 
 @contextmanager
@@ -159,7 +160,6 @@ def run_all(folder: Path, options: argparse.Namespace) -> list[Row]:
     """All runs; a line each, in the log too."""
     rows: list[Row] = []
     adopt_orphans()
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")
     with stage_set(folder, options.seed, STORE in options.kinds) as scene, options.log.open("a") as log:
         bench = Bench(folder, scene)

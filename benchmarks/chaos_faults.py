@@ -33,6 +33,7 @@ N_NODES = 2
 AWAY_S = (0.3, 6.0)
 """How long a node or the store stays away."""
 LOOK_S = 0.05
+TITLES = tuple(f"ray::{name}" for name in ("Host", "generate ", "extract ", "RayTrainWorker", "TrainController"))
 STARTS = 6
 T = TypeVar("T")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
@@ -187,12 +188,12 @@ def _wait(come: Callable[[], bool], over: Callable[[], bool]) -> bool:
 
 
 def workers() -> list[tuple[psutil.Process, str]]:
-    """Actors, ranks and the controller of a training, below this process: with their titles."""
+    """Actors of the pool, ranks and controller of a training, below this process, with their titles."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             title = " ".join(process.cmdline())
-            if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title:
+            if title.startswith(TITLES):
                 found.append((process, title.removeprefix("ray::")))
     return found
 
