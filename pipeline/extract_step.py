@@ -51,7 +51,7 @@ def cache_identity(run: Run, content: Content | None = None) -> CacheIdentity:
     Raises:
         ResponsesError, FingerprintMismatch: see `responses_of`.
     """
-    recipe = run.recipe
+    recipe, content = run.recipe, content or responses_of(run).content()
     return CacheIdentity(
         target_name=recipe.target.model,
         target_revision=recipe.target.revision,
@@ -66,7 +66,7 @@ def cache_identity(run: Run, content: Content | None = None) -> CacheIdentity:
         feature_group=recipe.cache.group,
         last_hidden=recipe.cache.last_hidden,
         max_length=recipe.cache.max_length,
-        responses_sha256=(content or responses_of(run).content()).sha256,
+        responses_sha256=content.sha256,
     )
 
 

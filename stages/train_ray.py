@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +177,8 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),
     )
     try:
-        trainer.fit()
+        with _handler_kept():
+            trainer.fit()
     except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
         raise KeyboardInterrupt from interrupted
     except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
@@ -190,6 +193,17 @@ def _leave(place: Storage, failure: str, text: str, *, storage: bool) -> None:
     """Say in a file why this rank has ended; where the storage is at fault, that may not be possible."""
     with suppress(OSError):
         place.replace(failure, json.dumps({"text": text, "storage": storage}).encode())
+
+
+@contextmanager
+def _handler_kept() -> Iterator[None]:
+    """Ray Train answers Ctrl-C with a handler that it leaves behind, and that asks a controller which has gone."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 def _taken(place: Storage, failure: str) -> DFlashError:

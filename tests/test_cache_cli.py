@@ -418,7 +418,8 @@ def test_verify_says_that_the_cache_itself_is_damaged(call: Call, damaged: Path,
     assert "DAMAGED" in text
     assert str(damaged) in text
     assert not strict_json(call("verify", damaged, "--json")[1])["ok"]
-    assert call("ls", damaged)[0] == call("info", damaged)[0] == call("stats", damaged)[0] == 1
+    # An altered identity may also read as another one.
+    assert {call(command, damaged)[0] for command in ("ls", "info", "stats")} <= {Exit.BAD, Exit.MISMATCH}
 
 
 def test_verify_compares_ids_with_the_responses(call: Call, tmp_path: Path) -> None:
@@ -498,7 +499,7 @@ def test_recompute_refuses_another_target(call: Call, model: Path, tmp_path: Pat
     cache = extraction(tmp_path, model)
     other = tiny.save_target(tmp_path / "other", tiny.make_target(1, tiny.make_tokenizer(), vocab_size=300))
     code, out, err = call("verify", cache, "--recompute", "1", "--target", other)
-    assert (code, out) == (1, "")
+    assert (code, out) == (Exit.MISMATCH, "")
     assert FeatureCache.open(cache).identity.target_weights_sha256 in err
     assert "--target" in err
 
@@ -660,7 +661,7 @@ def test_repair_refuses_a_run_that_is_in_use(call: Call, recipe: Path, tmp_path:
 def test_repair_refuses_a_cache_without_identity(call: Call, recipe: Path, damaged: Path) -> None:
     flip_byte(damaged / "cache.json", 20)
     code, _, err = call("repair", recipe)
-    assert code == 1
+    assert code in (Exit.BAD, Exit.MISMATCH)
     assert "cache.json" in err
 
 

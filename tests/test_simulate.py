@@ -194,12 +194,12 @@ HEAD = "name: x\nsamples: 1\ntokens_per_sample: 1\n"
     ("text", "message"),
     [
         ("name: x", "samples is missing"),
-        (HEAD + "cluster: {nodes: 1, gpus: 3}", r"unknown key cluster\.gpus; did you"),
+        (HEAD + "cluster: {nodes: 1, gpus: 3}", r"unknown key cluster\.gpus; known keys here are nodes, gpus_per_node"),
         (HEAD + "cluster: {nodes: 0}", r"cluster\.nodes is 0"),
         (HEAD + "cluster: {nodes: 1}", "at least one stage"),
         (HEAD + "cluster: {nodes: 1}\nextract: {workers: 9, tokens_per_s: 1, "
          "unit_tokens: 1}", "1 nodes of 8 GPUs have room for 8 of 1 GPUs each"),
-        ("[]", "found list, expected a mapping"),
+        ("[]", r"found \[\] \(a list\), expected a mapping"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from stages.order import StepPlan
 from stages.replicas import Replicas
 from stages.target import Target
 from stages.train import FrozenEnds, Trainer, TrainJob, learning_rate, train_rank, trained_spec
+from stages.train_ray import train_with_ray
 from stages.world import World
 from tests.tiny import make_spec, make_target, make_tokenizer, response, save_target, start_extraction
 
@@ -505,3 +507,21 @@ def tau_on(trainer: Trainer, names: list[str]) -> float:
     tau, n = heldout_tau([trainer._forward(batch)], [batch])
     assert n == len(names)
     return tau
+
+
+def test_ctrl_c_after_a_training_is_an_ordinary_one(
+    job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's trainer puts a handler of its own in the place, which later asks a controller that has gone."""
+
+    class Trainer:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def fit(self) -> None:
+            signal.signal(signal.SIGINT, lambda *_: None)
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    before = signal.getsignal(signal.SIGINT)
+    train_with_ray(job, storage=tmp_path)
+    assert signal.getsignal(signal.SIGINT) is before
