@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -305,15 +306,16 @@ def test_opening_a_shard_is_a_head_per_array_and_its_tokens(between: Proxy, s3_u
     assert len(between.requests) == 6
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def hasty() -> Iterator[None]:
     """Give a store that is away seconds instead of a minute."""
-    monkeypatch.setattr(object_client, "RETRIES", 1)
-    monkeypatch.setattr(object_client, "RETRY_S", 1.0)
-    monkeypatch.setattr(object_client, "STALL_S", 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_client, "RETRIES", 1)
+        patch.setattr(object_client, "RETRY_S", 1.0)
+        patch.setattr(object_client, "STALL_S", 1.0)
+        yield
 
 
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("when", ["append", "commit"])
 def test_a_store_unplugged_while_a_shard_is_written(s3_server: S3Server, s3_url: str, when: str) -> None:
     lengths = dict.fromkeys("abcdefgh", 500)  # 3 MiB of features each
@@ -332,7 +334,7 @@ def test_a_store_unplugged_while_a_shard_is_written(s3_server: S3Server, s3_url:
             writer.commit()
 
     try:
-        with pytest.raises(OSError, match="cannot be reached") as caught:
+        with hasty(), pytest.raises(OSError, match="cannot be reached") as caught:
             write(when)
         assert is_storage_fault(caught.value)
         assert s3_url in storage_text(caught.value)
