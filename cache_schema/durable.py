@@ -55,9 +55,11 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old or the new content, never a mixture.
 
     Raises:
-        OSError: as the system gave it (a full disk is ENOSPC); no temporary file is left and an older
-            file of this name is untouched.
+        OSError: as the system gave it (a full disk is ENOSPC), or what has this name is no regular file (a device, a
+            folder); no temporary file is left and an older file of this name is untouched.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "is there, and no regular file", str(path))
     temporary = _write_temporary(path, data)
     try:
         temporary.rename(path)

@@ -159,6 +159,8 @@ def status_command(run: str, as_json: bool, every_s: float | None) -> None:
     from pipeline.status import collect_status
     from pipeline.status_text import status_lines
 
+    if every_s is not None and every_s != every_s:
+        raise click.BadParameter("nan is no number of seconds", param_hint="--watch")
     while True:
         found = collect_status(run)
         click.echo(json.dumps(found, indent=1) if as_json else "\n".join(status_lines(found)))
@@ -210,6 +212,8 @@ def simulate_command(rates: Path, seed: int | None, page: Path | None, as_json: 
     from pipeline.simulate_file import load_simulation
     from pipeline.simulate_page import render_simulation, write_simulation_page
 
+    if page is not None and not page.parent.is_dir():
+        raise click.BadParameter(f"{page.parent} is no folder", param_hint="--page")
     sim = load_simulation(rates)
     result = play(sim if seed is None else replace(sim, seed=seed))
     if page is not None:

@@ -43,9 +43,12 @@ def dict_rows(value: Any) -> list[dict[str, Any]]:
 
 def number(value: Any) -> float | None:
     """The value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
 
 
 def numbers(values: Any) -> list[float | None]:

@@ -15,8 +15,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.errors import PipelineError
+
 Call = Callable[[], object]
 _NEVER = float("inf")
+MOST_EVENTS = 10_000_000
+"""Fifty times what a run of 20,000 shards on 1,000 GPUs has; about a minute."""
 
 
 class Event:
@@ -48,7 +52,11 @@ class Clock:
         return event
 
     def run(self, over: Callable[[], bool]) -> bool:
-        """Let time go on until `over`; False if nothing is left to happen before that."""
+        """Let time go on until `over`; False if nothing is left to happen before that.
+
+        Raises:
+            PipelineError: there is no end to it.
+        """
         while not over():
             if not self._heap:
                 return False
@@ -56,6 +64,12 @@ class Clock:
             if event.live:
                 self.now_s = when_s
                 self.n_events += 1
+                if self.n_events > MOST_EVENTS:
+                    raise PipelineError(
+                        f"after {MOST_EVENTS:,} events, {self.now_s:.3g} simulated seconds, the run is not over: with "
+                        "these rates hardly anything gets done. Look at node_mtbf_h and worker_mtbf_h against start_s, "
+                        "checkpoint_s and the seconds of a unit"
+                    )
                 event.call()
         return True
 

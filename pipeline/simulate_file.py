@@ -15,6 +15,10 @@ from pipeline.checked_yaml import checked, read_mapping
 from pipeline.errors import RecipeError
 from stages.fields import ConfigError, require
 
+_MOST = 1e18
+_MOST_UNITS = 5_000_000
+_MOST_NODES = 100_000
+_MOST_SPREAD = 10.0
 RESPONSE_TOKEN_BYTES = 9
 """Of a token in the responses table: two int32 ids' worth and a mask byte, before compression."""
 
@@ -39,6 +43,8 @@ class ClusterRates:
     def __post_init__(self) -> None:
         _positive(self, "cluster", ("nodes", "gpus_per_node", "node_mtbf_h", "worker_mtbf_h"))
         _not_negative(self, "cluster", ("detect_s", "replace_s"))
+        rule = f"it must be at most {_MOST_NODES:,}"
+        require(self.nodes <= _MOST_NODES, "cluster.nodes", self.nodes, rule)
         require(0 <= self.announced_share <= 1, "cluster.announced_share", self.announced_share, "it must be in [0, 1]")
 
 
@@ -85,6 +91,9 @@ class PoolRates:
         _positive(self, stage, ("workers", "tokens_per_s", "unit_tokens", "gpus_per_worker", "in_flight",
                                 "max_attempts"))  # fmt: skip
         _not_negative(self, stage, ("token_bytes", "read_token_bytes", "start_s", "unit_spread", "dispatch_s"))
+        require(self.unit_tokens >= 1, f"{stage}.unit_tokens", self.unit_tokens, "it must be at least 1")
+        rule = f"it must be at most {_MOST_SPREAD:g}"
+        require(self.unit_spread <= _MOST_SPREAD, f"{stage}.unit_spread", self.unit_spread, rule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +155,8 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("samples", "tokens_per_sample", "answer_tokens", "max_bytes"):
             value = getattr(self, name)
-            require(value is None or value > 0, name, value, "it must be above 0")
+            ok = value is None or 0 < value <= _MOST
+            require(ok, name, value, f"it must be above 0, and at most {_MOST:g}")
         rule = f"it is part of tokens_per_sample ({self.tokens_per_sample:g})"
         require(self.answers <= self.tokens_per_sample, "answer_tokens", self.answer_tokens, rule)
         some = any(stage is not None for stage in (self.generate, self.extract, self.train))
@@ -156,9 +166,11 @@ class Simulation:
     def _require_stages(self) -> None:
         if self.generate is not None:
             self.generate.require_sound("generate")
+            self._require_units("generate", self.answers, self.generate.unit_tokens)
             self._require_gpus("generate.workers", self.generate.workers, self.generate.gpus_per_worker)
         if self.extract is not None:
             self.extract.require_sound("extract")
+            self._require_units("extract", self.tokens_per_sample, self.extract.unit_tokens)
             self._require_gpus("extract.workers", self.extract.workers, self.extract.gpus_per_worker)
         if self.train is not None:
             self.train.require_sound()
@@ -169,6 +181,11 @@ class Simulation:
             need = self.train_nodes + math.ceil(self.extract.workers / per_node)
             rule = f"under max_bytes ranks and extract workers are there at the same time, which takes {need} nodes"
             require(need <= self.cluster.nodes, "cluster.nodes", self.cluster.nodes, rule)
+
+    def _require_units(self, stage: str, tokens: float, unit_tokens: float) -> None:
+        n_units = self.samples * tokens / unit_tokens
+        rule = f"{n_units:,.0f} units would be played, and at most {_MOST_UNITS:,} can be"
+        require(n_units <= _MOST_UNITS, f"{stage}.unit_tokens", unit_tokens, rule)
 
     def _require_gpus(self, name: str, count: int, gpus: int) -> None:
         per_node = self.cluster.gpus_per_node // gpus
@@ -209,12 +226,15 @@ class Simulation:
 def _positive(config: Any, section: str, names: tuple[str, ...] | list[str]) -> None:
     for name in names:
         value = getattr(config, name)
-        require(value is None or value > 0, f"{section}.{name}", value, "it must be above 0")
+        ok = value is None or 0 < value <= _MOST
+        require(ok, f"{section}.{name}", value, f"it must be above 0, and at most {_MOST:g}")
 
 
 def _not_negative(config: Any, section: str, names: tuple[str, ...]) -> None:
     for name in names:
-        require(getattr(config, name) >= 0, f"{section}.{name}", getattr(config, name), "it must be 0 or above")
+        value = getattr(config, name)
+        rule = f"it must be 0 or above, and at most {_MOST:g}"
+        require(0 <= value <= _MOST, f"{section}.{name}", value, rule)
 
 
 def load_simulation(path: Path) -> Simulation:

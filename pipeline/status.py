@@ -88,7 +88,7 @@ def collect_status(location: Location) -> dict[str, Any]:
 def _object(storage: Storage, key: str) -> dict[str, Any]:
     try:
         return as_dict(json.loads(storage.read(key)))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
 
 
@@ -241,7 +241,7 @@ def _last_rows(folder: Storage) -> list[dict[str, Any]]:
     for line in text.splitlines():
         with suppress(ValueError):  # cut at either end
             found.append(as_dict(json.loads(line)))
-    return [row for row in found if isinstance(row.get("step"), int)]
+    return [row for row in found if number(row.get("step")) is not None and number(row.get("seconds", 0)) is not None]
 
 
 def _steps_per_s(rows: list[dict[str, Any]]) -> float | None:

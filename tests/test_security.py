@@ -166,6 +166,8 @@ SECRET = "hunter2hunter2"
         f"evaluate.drafter=https://host/drafter?token={SECRET}",
         f"name=https://user:{SECRET}@host",
         f"generate.vllm_args.hf_token={SECRET}",
+        f"hf_token={SECRET}",
+        f"extract.api_key={SECRET}",
         f"https://user:{SECRET}@host/=1",
         f"seed=https://user:{SECRET}@host",
     ],

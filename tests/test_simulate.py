@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pipeline import simulate_clock
 from pipeline.cli import dflash
 from pipeline.errors import PipelineError, RecipeError
 from pipeline.pool_loop import NODE_LOSSES
@@ -199,6 +200,13 @@ HEAD = "name: x\nsamples: 1\ntokens_per_sample: 1\n"
         (HEAD + "cluster: {nodes: 1}", "at least one stage"),
         (HEAD + "cluster: {nodes: 1}\nextract: {workers: 9, tokens_per_s: 1, "
          "unit_tokens: 1}", "1 nodes of 8 GPUs have room for 8 of 1 GPUs each"),
+        (HEAD + "cluster: {nodes: 1000000}", r"cluster\.nodes is 1000000, but it must be at most 100,000"),
+        (HEAD + "cluster: {nodes: 1}\ngenerate: {workers: 1, tokens_per_s: 1, unit_tokens: 0.5}",
+         r"generate\.unit_tokens is 0\.5, but it must be at least 1"),
+        (HEAD + "cluster: {nodes: 1}\ngenerate: {workers: 1, tokens_per_s: 1, unit_tokens: 1, start_s: 1e300}",
+         r"generate\.start_s is 1e\+300, but it must be 0 or above, and at most 1e\+18"),
+        (HEAD.replace("samples: 1", "samples: 10_000_000") + "cluster: {nodes: 1}\n"
+         "generate: {workers: 1, tokens_per_s: 1, unit_tokens: 1}", r"10,000,000 units would be played"),
         ("[]", r"found \[\] \(a list\), expected a mapping"),
     ],
 )  # fmt: skip
@@ -230,3 +238,19 @@ def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "Workers at work" in text
+
+
+def test_a_run_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that never live through the start of their workers."""
+    monkeypatch.setattr(simulate_clock, "MOST_EVENTS", 10_000)
+    cluster = ClusterRates(nodes=2, node_mtbf_h=0.001)
+    rates = PoolRates(workers=2, tokens_per_s=1, unit_tokens=1, start_s=1e6)
+    with pytest.raises(PipelineError, match=r"after 10,000 events.*node_mtbf_h"):
+        play(Simulation(name="x", samples=10, tokens_per_sample=10, cluster=cluster, generate=rates))
+
+
+def test_a_page_needs_a_folder(tmp_path: Path) -> None:
+    arguments = ["simulate", str(ROOT / "recipes" / "simulate-64.yaml"), "--page", str(tmp_path / "none" / "x.html")]
+    done = CliRunner().invoke(dflash, arguments)
+    assert done.exit_code == 2
+    assert "is no folder" in done.output

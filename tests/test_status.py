@@ -107,5 +107,9 @@ def test_damaged_records_do_not_end_it(run: RunFolder) -> None:
     run.storage.replace("recipe.json", b"5")
     run.storage.replace("responses/commits/part-00000.json", b"{")
     run.storage.replace("cache/plan.parquet", b"PAR1")
-    run.storage.replace("train/metrics.jsonl", b"\xff\n[]\n")
+    rows = [b"\xff", b"[]", b'{"kind": "step", "step": 1, "seconds": "x"}',
+            b'{"kind": "step", "step": 2, "seconds": 1}',
+            b'{"kind": "step", "step": 1' + b"0" * 400 + b', "seconds": 2}']  # fmt: skip
+    run.storage.replace("train/metrics.jsonl", b"\n".join(rows) + b"\n")
+    run.storage.replace("status/extract.json", b"[" * 100_000)
     assert stage(run, "generate")["state"] == "begun"

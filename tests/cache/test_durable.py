@@ -162,3 +162,12 @@ def test_make_dirs_makes_parents_and_is_repeatable(tmp_path: Path) -> None:
     make_dirs(tmp_path / "a" / "b")
     make_dirs(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    """A device, for one: `--page /dev/full` of root's."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="no regular file"):
+        write_atomic(tmp_path / "pipe", b"data")
+    assert (tmp_path / "pipe").is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
