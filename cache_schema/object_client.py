@@ -26,10 +26,13 @@ STALL_S = 30.0
 """Longest wait for the next byte of an answer."""
 REQUEST_S = 600.0
 """Longest request from start to end; leaves a sample of 128 MiB time on a slow line."""
-RETRIES = 10
 RETRY_S = 60.0
 """No retry starts later than this after the first try: a store that is away is reported within about
 `RETRY_S + STALL_S`."""
+RETRIES = 10_000
+"""Out of reach, so that time alone decides. Each pause is drawn from BACKOFF_S up to three times the last one, so their
+number says little about their length: ten of them were over in 4 to 8 s where a store refused connections."""
+BACKOFF_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +107,9 @@ def make_client(obstore: Any, place: ObjectUrl, prefix: str = "") -> Any:
             "max_retries": RETRIES,
             "retry_timeout": timedelta(seconds=RETRY_S),
             "backoff": {
-                "init_backoff": timedelta(seconds=0.1),
+                "init_backoff": timedelta(seconds=BACKOFF_S),
                 "max_backoff": timedelta(seconds=10),
-                "base": 2,
+                "base": 3,
             },
         },
     }

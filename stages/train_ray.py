@@ -160,15 +160,40 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         StorageFault: their storage is full, refuses, or is out of reach.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    from ray.exceptions import RayActorError
+
+    place, failure = open_storage(job.folder), f"failure.{random_tag()}.txt"
+    for deaths in itertools.count(1):
+        trainer = _trainer(job, storage, failure, gpus_per_worker)
+        try:
+            with _handler_kept():
+                trainer.fit()
+            break
+        except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
+            raise KeyboardInterrupt from interrupted
+        except RayActorError as error:  # not of the ranks, whose failures Ray wraps: their controller is gone
+            if deaths > job.train.max_restarts:
+                raise TrainingError(f"Ray's controller of the training died, {deaths} times: {error}") from error
+        except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
+            if place.exists(failure):
+                raise _taken(place, failure) from error
+            raise TrainingError(
+                f"training failed on {job.train.workers} worker(s), restarts included: {error}"
+            ) from error
+    if place.exists(failure):
+        raise _taken(place, failure)
+
+
+def _trainer(job: TrainJob, storage: Path, failure: str, gpus_per_worker: float) -> Any:
+    """A training for Ray to drive, under a name of its own, so that Ray takes up no earlier one."""
     import ray
     from ray.train import FailureConfig, RunConfig
     from ray.train.torch import TorchTrainer
 
-    place, failure = open_storage(job.folder), f"failure.{random_tag()}.txt"
     # While one rank waits for a shard, the others wait for that rank.
     patience_s = _PATIENCE_S + (job.rolling.wait_s if job.rolling else 0)
     alone = ray.util.get_node_ip_address() == LOOPBACK  # no other machine can be in a Ray with such an address
-    trainer = TorchTrainer(
+    return TorchTrainer(
         _rank,
         train_loop_config={"job": job, "failure": failure, "alone": alone, "patience_s": patience_s},
         torch_config=_torch_config(alone, patience_s),
@@ -176,17 +201,6 @@ def train_with_ray(job: TrainJob, *, storage: Path, gpus_per_worker: float = 0) 
         run_config=RunConfig(name=f"train-{random_tag()}", storage_path=str(storage.resolve()),
                              failure_config=FailureConfig(max_failures=job.train.max_restarts)),
     )
-    try:
-        with _handler_kept():
-            trainer.fit()
-    except SystemExit as interrupted:  # how Ray Train answers Ctrl-C, once its ranks are down
-        raise KeyboardInterrupt from interrupted
-    except Exception as error:  # Ray wraps whatever the ranks raised in errors of its own
-        if place.exists(failure):
-            raise _taken(place, failure) from error
-        raise TrainingError(f"training failed on {job.train.workers} worker(s), restarts included: {error}") from error
-    if place.exists(failure):
-        raise _taken(place, failure)
 
 
 def _leave(place: Storage, failure: str, text: str, *, storage: bool) -> None:

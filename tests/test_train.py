@@ -525,3 +525,29 @@ def test_ctrl_c_after_a_training_is_an_ordinary_one(
     before = signal.getsignal(signal.SIGINT)
     train_with_ray(job, storage=tmp_path)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("deaths", "goes_on"), [(2, True), (3, False)])
+def test_the_death_of_rays_controller_is_one_of_the_failures_that_max_restarts_allows(
+    job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, goes_on: bool
+) -> None:
+    from ray.exceptions import ActorDiedError
+
+    names: list[str] = []
+
+    class Trainer:
+        def __init__(self, *_: Any, run_config: Any, **__: Any) -> None:
+            names.append(run_config.name)
+
+        def fit(self) -> None:
+            if len(names) <= deaths:
+                raise ActorDiedError
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, max_restarts=2))
+    if goes_on:
+        train_with_ray(job, storage=tmp_path)
+    else:
+        with pytest.raises(TrainingError, match="controller of the training died, 3 times"):
+            train_with_ray(job, storage=tmp_path)
+    assert len(set(names)) == len(names) == 3, "Ray takes up a training of the same name"

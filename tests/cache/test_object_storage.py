@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -208,6 +209,21 @@ def test_a_create_whose_answer_is_lost_still_knows_that_it_won(between: Proxy, s
 
 
 # --- a store that goes away
+
+
+def test_time_alone_says_when_a_store_that_is_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_client, "BACKOFF_S", 0.002)
+    monkeypatch.setattr(object_client, "RETRY_S", 1.0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and never listens
+        settings = {"ENDPOINT_URL": f"http://127.0.0.1:{closed.getsockname()[1]}", "ACCESS_KEY_ID": ACCESS_KEY,
+                    "SECRET_ACCESS_KEY": SECRET_KEY, "REGION": "us-east-1", "ALLOW_HTTP": "true"}  # fmt: skip
+        for name, value in settings.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        began = time.monotonic()
+        with pytest.raises(OSError, match="cannot be reached"):
+            open_storage("s3://bucket/x").read("y")
+    assert time.monotonic() - began > 0.7
 
 
 def fault_within(seconds: float, started: float, error: BaseException | None, url: str) -> None:
