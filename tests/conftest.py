@@ -20,7 +20,8 @@ BUCKET = "dflash-tests"
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
-LONG_FIRST = ("killed", "test_pipeline", "test_rolling", "test_runner", "test_resume", "test_interruptions")
+LONG_FIRST = ("test_pipeline", "test_rolling", "killed", "test_security", "test_worker_resources", "test_cache_cli",
+              "test_engines", "test_runner", "test_resume", "test_interruptions")  # fmt: skip
 """Groups of tests that take long, so that no process of `make test` is left alone with one at the end."""
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 
