@@ -323,14 +323,14 @@ class ResponsesTable:
         digest = hashlib.sha256()
         for part in self._markers:
             table = self._read(part)
-            names_of_part = table["sample_id"].to_pylist()
-            ids += names_of_part
-            counts.append(np.diff(list_offsets(table["loss_mask"])))
+            own_ids, own_counts = _ids_and_counts(table)
+            ids += own_ids
+            counts.append(own_counts)
             prompts, responses, masks = (
                 list_values(table[c], d)
                 for c, d in (("prompt_ids", "<i4"), ("response_ids", "<i4"), ("loss_mask", "u1"))
             )
-            for sample_id, p, r, m in zip(names_of_part, prompts, responses, masks, strict=True):
+            for sample_id, p, r, m in zip(own_ids, prompts, responses, masks, strict=True):
                 # Lengths first, so that no two different samples give the same bytes.
                 sample = xxhash.xxh3_128(canonical_json([sample_id, len(p), len(r)]).encode())
                 for values in (p, r, m):
@@ -343,9 +343,9 @@ class ResponsesTable:
         ids: list[str] = []
         counts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         for part in self._markers:
-            table = self._read(part)
-            ids += table["sample_id"].to_pylist()
-            counts.append(np.diff(list_offsets(table["loss_mask"])))
+            own_ids, own_counts = _ids_and_counts(self._read(part))
+            ids += own_ids
+            counts.append(own_counts)
         return ids, np.concatenate(counts)
 
     def select(self, sample_ids: Iterable[str]) -> Iterator[Response]:
@@ -400,6 +400,11 @@ class ResponsesTable:
                 f"{path} has {table.num_rows} rows of schema {table.schema}, expected {marker['rows']} rows of {SCHEMA}"
             )
         return table
+
+
+def _ids_and_counts(table: pa.Table) -> tuple[list[str], NDArray[np.int64]]:
+    """Of a part: its sample ids, and each one's tokens (prompt + response)."""
+    return table["sample_id"].to_pylist(), np.diff(list_offsets(table["loss_mask"]))
 
 
 def _remedy(part: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from cache_schema.carried import Carried
 from cache_schema.storage import Location, Storage, join, open_storage
 from pipeline.errors import PipelineError
+from pipeline.holder import now_text
 from pipeline.lock import Hold, hold_run
 
 RESPONSES, CACHE, HELDOUT_CACHE = "responses", "cache", "cache-heldout"
@@ -169,11 +169,6 @@ class RunFolder:
                 yield
             finally:
                 self._hold = None
-
-
-def now_text() -> str:
-    """The time, as records give it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def absolute(location: Location) -> Location:

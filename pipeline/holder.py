@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 
+def now_text() -> str:
+    """The time, as records give it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """The process that drives a run.
@@ -35,8 +40,7 @@ class Holder:
     def me(cls) -> Holder:
         """This process."""
         pid = os.getpid()
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(pid, socket.gethostname(), since, _ray_job(), _kernel(), _started(pid) or 0)
+        return cls(pid, socket.gethostname(), now_text(), _ray_job(), _kernel(), _started(pid) or 0)
 
     @classmethod
     def of(cls, found: Any) -> Holder | None:

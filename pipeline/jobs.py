@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from cache_schema.errors import DFlashError
+from pipeline.credentials import redacted
 from pipeline.exits import HELP, exit_code
 from pipeline.folder import RECIPE
 from pipeline.recipe import load_recipe
@@ -35,8 +36,6 @@ def run_stages(recipe: Path, overrides: Sequence[str], stages: Sequence[str], sa
 
 
 def _run_stage(run: Run, stage: str) -> None:
-    from pipeline.cli import redacted
-
     try:
         STEPS[stage](run)
     except (Exception, KeyboardInterrupt, SystemExit) as error:

@@ -134,7 +134,7 @@ def read_object(storage: Storage, key: str) -> dict[str, Any] | None:
     """A JSON object, or None when it is missing, damaged, or holds something else."""
     try:
         value = json.loads(storage.read(key))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -23,6 +23,7 @@ from pipeline.folder import CACHE, EVALUATE, RECIPE, RESPONSES, STATUS, TRAIN
 from pipeline.lock import holder_of
 from pipeline.recipe import STAGES
 from pipeline.report_values import as_dict, number
+from pipeline.run import read_object
 from stages.checkpoint_names import CHECKPOINTS, STATE
 from stages.train_log import METRICS
 
@@ -72,7 +73,7 @@ def collect_status(location: Location) -> dict[str, Any]:
         OSError: as the storage gave it.
     """
     storage = open_storage(location)
-    recipe = _object(storage, RECIPE)
+    recipe = read_object(storage, RECIPE) or {}
     times = dict(storage.written(STATUS))
     if not recipe and not times:
         raise PipelineError(f"{storage.where()} holds no run: neither {RECIPE} nor {STATUS}/; check the path or URL")
@@ -85,17 +86,11 @@ def collect_status(location: Location) -> dict[str, Any]:
     }
 
 
-def _object(storage: Storage, key: str) -> dict[str, Any]:
-    try:
-        return as_dict(json.loads(storage.read(key)))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-
-
 def _stage(
     storage: Storage, stage: str, recipe: dict[str, Any], times: dict[str, float], holder: Holder | None
 ) -> dict[str, Any]:
-    done, running, failed = (_object(storage, f"{STATUS}/{stage}{kind}.json") for kind in ("", ".running", ".failed"))
+    kinds = ("", ".running", ".failed")
+    done, running, failed = (read_object(storage, f"{STATUS}/{stage}{kind}.json") or {} for kind in kinds)
     began = times.get(f"{STATUS}/{stage}.running.json")
     work = _WORK[stage](storage, recipe, running, as_dict(done.get("summary")))
     if running:  # of an earlier driver, if it began before the present one took hold
@@ -140,7 +135,7 @@ def _generate(storage: Storage, _recipe: Any, _running: Any, summary: dict[str, 
 
     table = storage.below(RESPONSES)
     times = _commits(table, "part-")
-    plan = _object(table, names.RESPONSES_JSON)
+    plan = read_object(table, names.RESPONSES_JSON) or {}
 
     def ledger() -> list[str]:
         return [row["reason"] for row in ResponsesTable.open(table, require_complete=False).ledger]
@@ -151,15 +146,15 @@ def _generate(storage: Storage, _recipe: Any, _running: Any, summary: dict[str, 
 
 
 def _extract(storage: Storage, recipe: dict[str, Any], _running: Any, _summary: Any) -> _Work:
-    from cache_schema.marker import read_markers
+    from cache_schema.marker import committed_shards, read_markers
 
     path = as_dict(recipe.get("cache")).get("path")
     cache = open_storage(path) if isinstance(path, str) else storage.below(CACHE)
     times = _commits(cache, "shard-")
 
     def ledger() -> list[str]:
-        shards = [key.removeprefix(f"{names.COMMITS}/").removesuffix(".json") for key, _ in cache.list(names.COMMITS)]
-        return [row["reason"] for m in read_markers(cache, shards).values() for row in m.ledger if not row["kept"]]
+        markers = read_markers(cache, committed_shards(cache))
+        return [row["reason"] for m in markers.values() for row in m.ledger if not row["kept"]]
 
     reasons = _ledger(cache, len(times), ledger)
     more: dict[str, Any] = {"cache": cache.where(), "quarantined": None, "dropped": None}
