@@ -25,6 +25,7 @@ from pipeline.deaths import Death, death_of
 from pipeline.errors import PipelineError, PoisonShard
 from pipeline.progress import Progress
 from pipeline.runner import ensure_ray, run_pool
+from pipeline.seats import Seat, SeatKind
 from pipeline.tasks import Attempt, Task
 from stages.group import Member
 
@@ -374,6 +375,43 @@ class TestWhatIsSeen:
         run_pool(UNITS, Factory(tmp_path), n_workers=3, resources={"num_cpus": 1}, progress=told)
         assert "waiting for room for 1 of 3 workers; the others go on" in told.notes
         assert finished(tmp_path) == ALL
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+class TestClosing:
+    """Ray 2.60 may keep an actor's room for good when it is killed while its process starts."""
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_an_actor_that_is_being_created_is_killed_once_it_is_there(
+        self, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import ray
+
+        kill, missing = ray.kill, list[int]()
+
+        def noting_kill(actor: Any) -> None:
+            missing.append(len(ray.wait(asked, num_returns=size, timeout=0)[1]))
+            kill(actor)
+
+        monkeypatch.setattr(ray, "kill", noting_kill)
+        seat = Seat("early", SeatKind(resources={"num_cpus": 1}, size=size, namespace="closing"))
+        asked = seat.ask_place()
+        wait_until(lambda: "CREATED" in {g["state"] for g in ray.util.placement_group_table().values()})
+        seat.close()
+        assert missing == [0] * size
+        wait_until(lambda: ray.available_resources().get("CPU") == 2)
+
+    def test_one_that_waits_for_room_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import ray
+
+        monkeypatch.setattr("pipeline.seats.CREATION_S", 1000)
+        first, second = (Seat(f"seat-{i}", SeatKind(resources={"num_cpus": 2}, namespace="room")) for i in range(2))
+        ray.get(first.ask_place())
+        second.ask_place()
+        second.close()
+        first.close()
+        wait_until(lambda: ray.available_resources().get("CPU") == 2)
 
 
 def wait_for_metrics(wanted: dict[str, float], labels: str) -> dict[str, float]:
