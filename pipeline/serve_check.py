@@ -72,7 +72,7 @@ def check_serving(run: Run, serving: Serving) -> dict[str, Any]:
     target, drafter, stop_ids = _models(run, serving)
     prompts = _chosen(run, serving.n_prompts)
     size = drafter.spec.block_size
-    longest = max(len(p.ids) for p in prompts) + serving.max_new_tokens + size
+    longest = served_length(max(len(p.ids) for p in prompts), serving.max_new_tokens, size)
     answers = []
     for number, with_drafter in enumerate((False, True)):
         with _server(run, serving, with_drafter, size, longest, number) as url:
@@ -91,6 +91,15 @@ def check_serving(run: Run, serving: Serving) -> dict[str, Any]:
     results["ok"] = verdict(results)
     run.folder.storage.replace(f"{SERVE_CHECK}/{RESULTS}", (json.dumps(results, indent=1) + "\n").encode())
     return results
+
+
+def served_length(n_prompt: int, max_new_tokens: int, block_size: int) -> int:
+    """The `--max-model-len` at which a server drafts to the end of every answer.
+
+    vLLM 0.32 (`gpu_model_runner.py`) drafts only while all rows of the last pass, a block whether kept or not, and those
+    of the next fit; behind that it counts blocks of which nothing is accepted.
+    """
+    return n_prompt + max_new_tokens + 2 * block_size
 
 
 def verdict(results: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ import yaml
 
 from pipeline.cli import main
 from pipeline.errors import PipelineError
+from pipeline.serve_check import served_length
 from pipeline.vllm_server import free_port, running, server_command
 from stages.acceptance import Accepted, accepted_of, compare, intervals, wilson_interval
 from stages.checkpoint_format import save_drafter
@@ -179,6 +180,12 @@ def test_calls_that_name_no_server_are_refused(home: Path, capsys: pytest.Captur
             main(["check-serve", str(home / "r.yaml"), *given])
         assert ended.value.code == 2
         assert "--vllm-python to start servers, or --plain and --drafted" in capsys.readouterr().err
+
+
+def test_a_server_of_ours_drafts_to_the_end_of_every_answer() -> None:
+    most = served_length(n_prompt=48, max_new_tokens=64, block_size=16)
+    drafted = [48 + done for done in range(64) if (48 + done + 16) + 16 <= most]  # vLLM's rule for another block
+    assert len(drafted) == 64
 
 
 def test_only_cycles_that_a_server_runs_are_counted() -> None:
