@@ -96,8 +96,8 @@ def check_serving(run: Run, serving: Serving) -> dict[str, Any]:
 def served_length(n_prompt: int, max_new_tokens: int, block_size: int) -> int:
     """The `--max-model-len` at which a server drafts to the end of every answer.
 
-    vLLM 0.32 (`gpu_model_runner.py`) drafts only while all rows of the last pass, a block whether kept or not, and those
-    of the next fit; behind that it counts blocks of which nothing is accepted.
+    vLLM 0.32 (`gpu_model_runner.py`) drafts only while all rows of the last pass, kept or not, and those of the next
+    fit; behind that it counts blocks of which nothing is accepted.
     """
     return n_prompt + max_new_tokens + 2 * block_size
 
