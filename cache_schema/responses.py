@@ -336,7 +336,7 @@ class ResponsesTable:
                 # Lengths first, so that no two different samples give the same bytes.
                 sample = xxhash.xxh3_128(canonical_json([sample_id, len(p), len(r)]).encode())
                 for values in (p, r, m):
-                    sample.update(values)
+                    sample.update(values.data)
                 digest.update(sample.digest())
         return Content(ids, np.concatenate(counts), digest.hexdigest())
 

@@ -156,13 +156,15 @@ def status_command(run: str, as_json: bool, every_s: float | None) -> None:
     Per stage: done, running (by whom), killed, failed (why) or begun; rate and time left from the times of the
     commits; what was dropped; the newest checkpoint. Works while the run goes on, from any machine.
     """
+    from pipeline.recipe import run_location
     from pipeline.status import collect_status
     from pipeline.status_text import status_lines
 
     if every_s is not None and every_s != every_s:
         raise click.BadParameter("nan is no number of seconds", param_hint="--watch")
+    place = run_location(run)
     while True:
-        found = collect_status(run)
+        found = collect_status(place)
         click.echo(json.dumps(found, indent=1) if as_json else "\n".join(status_lines(found)))
         if every_s is None:
             return

@@ -65,7 +65,7 @@ class Host:
         """Let the worker do one unit, in a process that is called `shown` until Ray calls it otherwise again."""
         import ray
 
-        ray._raylet.setproctitle(f"ray::{shown}")
+        ray._raylet.setproctitle(f"ray::{shown}")  # type: ignore[attr-defined]  # in C++
         return guarded(lambda: self._worker.run(unit, attempt))
 
 

@@ -81,6 +81,7 @@ def test_a_run_in_a_store_is_the_run_in_a_folder(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two stages scratch is lost, as on another machine."""
+    monkeypatch.setattr("pipeline.recipe.ONE_PROCESS", ())  # all units are done in this process
     url = f"memory://{secrets.token_hex(6)}/runs/tiny"
     places: list[Location] = [tmp_path / "run", url]
     scratch = tmp_path / "scratch"
