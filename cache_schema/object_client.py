@@ -70,7 +70,8 @@ def parse_url(url: str) -> ObjectUrl:
     scheme = scheme.lower()
     if scheme not in CLOUDS and scheme != MEMORY:
         raise BadLocation(
-            f"no storage for {scheme}:// URLs: a cache lies in a folder or at {', '.join(f'{s}://' for s in CLOUDS)} "
+            f"no storage for {scheme}:// URLs: runs and caches lie in folders or at "
+            f"{', '.join(f'{s}://' for s in CLOUDS)} "
             "(another S3 server: s3://bucket/path, with its address in AWS_ENDPOINT_URL)"
         )
     bucket, _, prefix = rest.partition("/")

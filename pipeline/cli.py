@@ -5,6 +5,7 @@ Data goes to stdout, progress and words to stderr. What the exit codes mean: `pi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -313,6 +314,8 @@ def guarded(call: Callable[[], Any]) -> int:
             say(f"error: {storage_text(error)}")
         elif error.filename and "://" in str(error.filename):
             say(f"error: {error.strerror}: {error.filename}; run the same command again to go on")
+        elif error.errno == errno.ENOENT and error.filename:
+            say(f"error: {error.strerror}: {error.filename}")
         elif error.filename:
             say(f"error: {error.strerror}: {error.filename}; something else lies where a file or folder belongs")
         else:

@@ -172,8 +172,7 @@ def _met(run: Run, serving: Serving) -> list[Any]:
     """The engines of servers that run already, once both have said that they can be asked; else None for each.
 
     Raises:
-        PipelineError: one does not answer at all.
-        EngineError: it cannot be used.
+        PipelineError: one does not answer at all, or cannot be used.
     """
     import urllib.error
 
@@ -182,15 +181,19 @@ def _met(run: Run, serving: Serving) -> list[Any]:
 
     if serving.urls is None:
         return [None, None]
-    urls = [_base(url) for url in serving.urls]
-    for option, url in zip(("--plain", "--drafted"), urls, strict=True):
+    engines = []
+    for option, url in zip(("--plain", "--drafted"), map(_base, serving.urls), strict=True):
         run.say(f"check-serve: asking {url} for its models")
         try:
             read_url(f"{url}/v1/models", timeout_s=ANSWER_S)
         except EngineError as error:
             if not isinstance(error.__cause__, urllib.error.HTTPError):  # an error is an answer too
                 raise PipelineError(f"{option}: {error}") from error
-    return [_engine(run, url, serving) for url in urls]
+        try:
+            engines.append(_engine(run, url, serving))
+        except EngineError as error:  # its advice is for generate
+            raise PipelineError(f"{option}: {str(error).replace('generate.server_urls', option)}") from error
+    return engines
 
 
 def _engine(run: Run, url: str, serving: Serving) -> Any:
