@@ -472,7 +472,7 @@ class TestLostNodes:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("pipeline.pool_loop.NODE_LOSSES", 2)  # per worker
-        with pytest.raises(PipelineError, match=r"4 workers died .* built, the last: node lost.* Their nodes went: use"):
+        with pytest.raises(PipelineError, match=r"4 workers died .* the last: node lost.* Their nodes went: use some"):
             pool(Factory(tmp_path, "die in build"), max_attempts=1)
 
 
