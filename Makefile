@@ -126,6 +126,7 @@ $(VLLM_VENV)/.installed:
 $(JOBS:%=submit-%): submit-%: $(STAMP)
 	@test -n '$(ADDRESS)' || { \
 	    echo 'ADDRESS is missing: the dashboard of the cluster, as in make $@ ADDRESS=http://head:8265' >&2; exit 2; }
+	@$(BIN)/python -m pipeline.address '$(ADDRESS)'
 	$(BIN)/ray job submit --address '$(ADDRESS)' --working-dir . $(SUBMIT_ARGS) -- \
 	    python -m jobs.$* --recipe '$(RECIPE)' $(SETTINGS)
 

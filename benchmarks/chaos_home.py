@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.interruption_check import differences
 from cache_schema.carried import scratch_folder
 from cache_schema.responses import ResponsesTable
@@ -29,28 +27,12 @@ LASTING = ("drafter", "block_size", "tau", "identical", "prompts", "acceptance_h
 
 def make_home(folder: Path) -> Path:
     """A tiny target, prompts, and the recipe of all runs; returns the recipe."""
-    from tests.tiny import make_target, make_tokenizer, save_target
+    from tests import tiny_run
 
-    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    for name, n, text in (("train", N_PROMPTS, "Count from {} up."), ("held", N_HELD_OUT, "Count down from {}.")):
-        rows = [{"id": f"{name}-{i}", "prompt": text.format(i)} for i in range(n)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "name": "chaos",
-        "target": {"model": str(folder / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 40, "part_samples": 4, "batch_size": 4, "threads": 1, "workers": 2},
-        "cache": {"n_layers": 3, "shard_bytes": 40_000},
-        "extract": {"threads": 1, "workers": 2},
-        "drafter": {"n_layers": 2, "block_size": 4},
-        "train": {
-            "epochs": 8, "batch_samples": 4, "micro_samples": 2, "anchors": 4, "heldout_share": 0.1, "bf16": False,
-            "checkpoint_every": 4, "heldout_every": 30, "log_every": 1, "threads": 1,
-        },
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 12, "threads": 1},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
+    return tiny_run.make_home(
+        folder, N_PROMPTS, N_HELD_OUT, name="chaos", generate={"max_new_tokens": 40, "workers": 2},
+        cache={"shard_bytes": 40_000}, extract={"workers": 2}, train={"epochs": 8},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

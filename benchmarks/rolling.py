@@ -21,11 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cache_schema.marker import read_marker
 from cache_schema.storage import FolderStorage
-from tests.tiny import make_target, make_tokenizer, save_target
+from tests.tiny_run import make_home
 
 Row = dict[str, Any]
 WATCH_S = 0.02
@@ -55,7 +53,12 @@ def _options() -> argparse.Namespace:
 def run(folder: Path, *, samples: int = 480, workers: int = 2) -> Row:
     """All three runs, as one JSON-able dict; `ok` says whether they hold what figure 5 asks."""
     shutil.rmtree(folder, ignore_errors=True)
-    recipe = _write_recipe(folder, samples)
+    recipe = make_home(
+        folder, samples, 2, name="rolling", generate={"max_new_tokens": 16, "part_samples": 64, "batch_size": 32},
+        cache={"shard_bytes": 50_000}, drafter={"n_layers": 1},
+        train={"epochs": 4, "passes_per_window": 2, "window_shards": 4, "micro_samples": 4, "anchors": 8,
+               "heldout_share": 0.02, "heldout_every": 100, "checkpoint_every": 50},
+    )  # fmt: skip
     _stage(recipe, folder / "unlimited", "generate")
     for other in ("rolling", "killed"):
         shutil.copytree(folder / "unlimited", folder / other)
@@ -78,30 +81,6 @@ def run(folder: Path, *, samples: int = 480, workers: int = 2) -> Row:
         "samples": samples, "shards": len(sizes), "cache_bytes": total, "largest_shard_bytes": largest,
         "max_bytes": limit, "times": total / limit, "workers": workers, "runs": rows, "ok": ok,
     }  # fmt: skip
-
-
-def _write_recipe(folder: Path, samples: int) -> Path:
-    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    for name, n in (("train", samples), ("held", 2)):
-        prompts = [{"id": f"{name}-{i}", "prompt": f"Count from {i} up, {name}."} for i in range(n)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    recipe = {
-        "name": "rolling",
-        "target": {"model": str(folder / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 16, "part_samples": 64, "batch_size": 32, "threads": 1},
-        "cache": {"n_layers": 3, "shard_bytes": 50_000},
-        "extract": {"threads": 1},
-        "drafter": {"n_layers": 1, "block_size": 4},
-        "train": {
-            "epochs": 4, "passes_per_window": 2, "window_shards": 4, "batch_samples": 4, "micro_samples": 4,
-            "anchors": 8, "heldout_share": 0.02, "heldout_every": 100, "checkpoint_every": 50, "log_every": 1,
-            "bf16": False, "threads": 1,
-        },
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "threads": 1},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
 
 
 def _go(recipe: Path, run: Path, settings: list[str], kill_at: float | None = None) -> Row:

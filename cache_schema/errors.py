@@ -19,6 +19,10 @@ class CacheError(DFlashError):
     """Something on disk is not what it has to be."""
 
 
+class BadLocation(CacheError):
+    """A URL that names no place where a cache or run could lie."""
+
+
 class UnknownName(CacheError):
     """A shard or sample was asked for that the plan does not have."""
 

@@ -22,6 +22,8 @@ CACHE_SCHEMA_VERSION = 1
 RESPONSES_SCHEMA_VERSION = 1
 """Version of the responses table that this code writes and reads."""
 _READ_BYTES = 1 << 20
+# Made once: `json.dumps` makes one anew for every call that has settings.
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical_json(obj: Any) -> str:
@@ -31,7 +33,7 @@ def canonical_json(obj: Any) -> str:
         CacheError: the value has no JSON form, or a text in it holds half a surrogate pair (not UTF-8).
     """
     try:
-        text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = _CANONICAL.encode(obj)
         text.encode()
     except (TypeError, ValueError) as error:
         raise CacheError(f"a value of type {type(obj).__name__} has no canonical JSON form: {error}") from error

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cache_schema.errors import CacheError
+from cache_schema.errors import BadLocation, CacheError
 
 CLOUDS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE", "az": "AZURE", "azure": "AZURE", "abfs": "AZURE", "abfss": "AZURE"}
 """Schemes, and the prefix of the environment variables that each is configured with."""
@@ -63,28 +63,29 @@ def parse_url(url: str) -> ObjectUrl:
     """Take a URL apart.
 
     Raises:
-        CacheError: a scheme that is not known, no bucket, or anything in it that may be a credential. The message
+        BadLocation: a scheme that is not known, no bucket, or anything in it that may be a credential. The message
             does not repeat such a URL.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme not in CLOUDS and scheme != MEMORY:
-        raise CacheError(
-            f"no storage for {scheme}:// URLs: a cache lies in a folder or at {', '.join(f'{s}://' for s in CLOUDS)} "
+        raise BadLocation(
+            f"no storage for {scheme}:// URLs: runs and caches lie in folders or at "
+            f"{', '.join(f'{s}://' for s in CLOUDS)} "
             "(another S3 server: s3://bucket/path, with its address in AWS_ENDPOINT_URL)"
         )
     bucket, _, prefix = rest.partition("/")
     user, at, _ = bucket.rpartition("@")
     container = scheme in ("abfs", "abfss") and ":" not in user  # abfss://container@account…/path
     if ":" in bucket or (at and not container) or set(rest) & set("?#"):
-        raise CacheError(
+        raise BadLocation(
             f"a {scheme}:// URL (not shown) that carries a user, a password, a port or a query: give "
             f"{scheme}://bucket/path alone, with the credentials in the environment ({CLOUDS.get(scheme, 'AWS')}_…) "
             "or a profile and the server's address in AWS_ENDPOINT_URL"
         )
     prefix = prefix.strip("/")
     if not bucket or any(part in ("", ".", "..") for part in (prefix.split("/") if prefix else [])):
-        raise CacheError(f"{url!r} names no place in an object store: it has to look like {scheme}://bucket/path")
+        raise BadLocation(f"{url!r} names no place in an object store: it has to look like {scheme}://bucket/path")
     return ObjectUrl(scheme=scheme, bucket=bucket, prefix=prefix)
 
 

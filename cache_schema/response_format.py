@@ -119,7 +119,7 @@ def list_offsets(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 def list_values(column: pa.ChunkedArray, dtype: str) -> list[NDArray[Any]]:
     flat = column.combine_chunks().values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    bounds = list_offsets(column)
+    bounds = list_offsets(column).tolist()
     return [flat[a:b] for a, b in pairwise(bounds)]
 
 

@@ -5,6 +5,7 @@ Data goes to stdout, progress and words to stderr. What the exit codes mean: `pi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -156,13 +157,15 @@ def status_command(run: str, as_json: bool, every_s: float | None) -> None:
     Per stage: done, running (by whom), killed, failed (why) or begun; rate and time left from the times of the
     commits; what was dropped; the newest checkpoint. Works while the run goes on, from any machine.
     """
+    from pipeline.recipe import run_location
     from pipeline.status import collect_status
     from pipeline.status_text import status_lines
 
     if every_s is not None and every_s != every_s:
         raise click.BadParameter("nan is no number of seconds", param_hint="--watch")
+    place = run_location(run)
     while True:
-        found = collect_status(run)
+        found = collect_status(place)
         click.echo(json.dumps(found, indent=1) if as_json else "\n".join(status_lines(found)))
         if every_s is None:
             return
@@ -311,6 +314,8 @@ def guarded(call: Callable[[], Any]) -> int:
             say(f"error: {storage_text(error)}")
         elif error.filename and "://" in str(error.filename):
             say(f"error: {error.strerror}: {error.filename}; run the same command again to go on")
+        elif error.errno == errno.ENOENT and error.filename:
+            say(f"error: {error.strerror}: {error.filename}")
         elif error.filename:
             say(f"error: {error.strerror}: {error.filename}; something else lies where a file or folder belongs")
         else:

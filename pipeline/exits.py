@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from cache_schema.durable import is_storage_fault
-from cache_schema.errors import DFlashError, FingerprintMismatch, SchemaVersion, StorageFault
+from cache_schema.errors import BadLocation, DFlashError, FingerprintMismatch, SchemaVersion, StorageFault
 from pipeline.errors import PoisonShard, RunInUse
 
 
@@ -50,8 +50,8 @@ def exit_code(error: BaseException) -> Exit:
         return Exit.USAGE
     if type(error).__name__ == "TrainingStopped":
         return Exit.INTERRUPTED
-    kinds = {FingerprintMismatch: Exit.MISMATCH, SchemaVersion: Exit.MISMATCH, RunInUse: Exit.IN_USE,
-             PoisonShard: Exit.POISON, StorageFault: Exit.STORAGE}  # fmt: skip
+    kinds = {BadLocation: Exit.USAGE, FingerprintMismatch: Exit.MISMATCH, SchemaVersion: Exit.MISMATCH,
+             RunInUse: Exit.IN_USE, PoisonShard: Exit.POISON, StorageFault: Exit.STORAGE}  # fmt: skip
     if isinstance(error, OSError) and not isinstance(error, DFlashError):
         return Exit.STORAGE if is_storage_fault(error) else Exit.BAD
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), Exit.BAD)

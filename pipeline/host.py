@@ -61,8 +61,11 @@ class Host:
 
         return guarded(call)
 
-    def run(self, unit: Any, attempt: int) -> Outcome:
-        """Let the worker do one unit."""
+    def run(self, unit: Any, attempt: int, shown: str) -> Outcome:
+        """Let the worker do one unit, in a process that is called `shown` until Ray calls it otherwise again."""
+        import ray
+
+        ray._raylet.setproctitle(f"ray::{shown}")  # type: ignore[attr-defined]  # in C++
         return guarded(lambda: self._worker.run(unit, attempt))
 
 

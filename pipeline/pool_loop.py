@@ -136,7 +136,8 @@ class Pool:
         most = (self._kind.max_attempts, NODE_LOSSES * self._kind.n_workers)
         if self._build_deaths >= most[0] or self._build_losses >= most[1]:
             times = f"{self._build_deaths + self._build_losses} workers died while they were being built"
-            raise PipelineError(f"{times}, the last: {outcome['failure']}. Is there memory for the model?")
+            advice = "Is there memory for the model?" if self._build_deaths else "Their nodes went: use some that stay"
+            raise PipelineError(f"{times}, the last: {outcome['failure']}. {advice}")
         self._replace(seat)
 
     def _settle(self, seat: Seat, task: Task, rank: int, outcomes: dict[int, Outcome]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cache_schema.errors import CacheError
-from cache_schema.object_client import parse_url
+from cache_schema.object_client import MEMORY, parse_url
 from cache_schema.storage import Location, is_remote
 from pipeline.checked_yaml import checked, fields_of, item_type, nearest, read_mapping, value_text, without_none
 from pipeline.credentials import credential_faults, shown_setting
@@ -40,6 +40,8 @@ from stages.config import (
     identity_fields,
 )
 
+ONE_PROCESS = (MEMORY,)
+"""Schemes of stores that other processes do not see."""
 STAGES = ("generate", "extract", "train", "evaluate", "export")
 
 # What a stage's output is made of: each stage's sections include those of the stages that it reads.
@@ -81,7 +83,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed is {self.seed}, but it must be between 0 and 2^63 − 1")
-        object.__setattr__(self, "run", _run_location(str(self.run)))
+        object.__setattr__(self, "run", run_location(str(self.run)))
+        if self.cache.path is not None:
+            _refuse_memory("cache.path", str(self.cache.path))
 
     def identity(self, stage: str) -> dict[str, Any]:
         """What `stage` computes from, as JSON-able values: the seed and the identity fields of its sections
@@ -99,15 +103,17 @@ class Recipe:
         return {f.name: _jsonable(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
 
-def _run_location(text: str) -> Location:
+def run_location(text: str) -> Location:
     """A URL as text, anything else as a path.
 
     Raises:
-        RecipeError: a URL that nothing can open, or one with a credential in it; or no path.
+        RecipeError: a URL that nothing can open, one of a store that only one process sees, or one with a credential
+            in it; or no path.
     """
     if "\0" in text:
         raise RecipeError(f"run is {text!r}, but a path cannot hold a NUL")
     if is_remote(text):
+        _refuse_memory("run", text)
         try:
             return parse_url(text).text
         except CacheError as error:
@@ -115,6 +121,15 @@ def _run_location(text: str) -> Location:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
         raise RecipeError("run (not shown) looks like a URL with a slash too few; expected s3://bucket/path, or a path")
     return Path("/" + text.removeprefix("file://").lstrip("/")) if text.startswith("file://") else Path(text)
+
+
+def _refuse_memory(name: str, text: str) -> None:
+    scheme = text.partition("://")[0].lower()
+    if "://" in text and scheme in ONE_PROCESS:
+        raise RecipeError(
+            f"{name} is {text!r}, but a store in memory belongs to one process, and workers have their own: expected a "
+            "folder, or a place in an object store (s3://bucket/path, gs://…, az://…)"
+        )
 
 
 def _jsonable(value: Any) -> Any:

@@ -133,8 +133,16 @@ class Run:
 def read_object(storage: Storage, key: str) -> dict[str, Any] | None:
     """A JSON object, or None when it is missing, damaged, or holds something else."""
     try:
-        value = json.loads(storage.read(key))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return object_of(storage.read(key))
+    except FileNotFoundError:
+        return None
+
+
+def object_of(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that these bytes are, or None."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

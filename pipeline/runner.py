@@ -95,7 +95,8 @@ def run_pool(
     require_room(amounts_of(resources), group_size, resources.get("label_selector"))
     # Names of actors are unique in a namespace, and two runs on one cluster must not meet.
     namespace = f"dflash-{stage or label}-{secrets.token_hex(4)}"
-    seats = SeatKind(resources=dict(resources), size=group_size, in_flight=in_flight, namespace=namespace)
+    seats = SeatKind(resources=dict(resources), size=group_size, in_flight=in_flight, namespace=namespace,
+                     call=f"{stage} {label}".lstrip())  # fmt: skip
     kind = PoolKind(
         build_worker=build_worker, n_workers=n_workers, max_attempts=max_attempts, label=label, stage=stage,
         run_name=run_name, hasty=hasty, seats=seats,

@@ -23,6 +23,8 @@ from pipeline.run import Run
 from pipeline.vllm_server import free_port, running, server_command
 
 SERVE_CHECK_VERSION = 1
+ANSWER_S = 10.0
+"""How long a running server may take to say that it is there."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -69,14 +71,16 @@ def check_serving(run: Run, serving: Serving) -> dict[str, Any]:
     from stages.target import DTYPES
 
     logging.disable_progress_bar()
-    target, drafter, stop_ids = _models(run, serving)
+    engines = _met(run, serving)  # first what fails in a moment, then what takes minutes
     prompts = _chosen(run, serving.n_prompts)
+    target, drafter, stop_ids = _models(run, serving)
     size = drafter.spec.block_size
     longest = served_length(max(len(p.ids) for p in prompts), serving.max_new_tokens, size)
     answers = []
     for number, with_drafter in enumerate((False, True)):
         with _server(run, serving, with_drafter, size, longest, number) as url:
-            answers.append(_ask(run, url, prompts, serving, stop_ids, with_drafter))
+            engine = engines[number] or _engine(run, url, serving)
+            answers.append(_ask(run, url, engine, prompts, stop_ids, with_drafter))
     plain, drafted = answers
     drafter.to(target.device, DTYPES[serving.dtype])
     if drafted.counts is not None:  # what a running server was started with
@@ -156,7 +160,7 @@ def _server(
     from stages.target import resolve_model
 
     if serving.urls is not None:
-        return nullcontext(serving.urls[number].rstrip("/").removesuffix("/v1"))
+        return nullcontext(_base(serving.urls[number]))
     if serving.vllm_python is None:
         raise PipelineError("there is no server to check: give --vllm-python, or --plain and --drafted")
     name = "drafted" if with_drafter else "plain"
@@ -169,12 +173,41 @@ def _server(
     return running(command, f"http://127.0.0.1:{port}", run.folder.serve_check / f"{name}.log")
 
 
-def _ask(
-    run: Run, url: str, prompts: Sequence[Any], serving: Serving, stop_ids: frozenset[int], with_drafter: bool
-) -> Asked:
-    """All prompts, one after the other, so that the counters tell what each one added."""
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _met(run: Run, serving: Serving) -> list[Any]:
+    """The engines of servers that run already, once both have said that they can be asked; else None for each.
+
+    Raises:
+        PipelineError: one does not answer at all, or cannot be used.
+    """
+    import urllib.error
+
+    from stages.engine import EngineError
+    from stages.engine_metrics import read_url
+
+    if serving.urls is None:
+        return [None, None]
+    engines = []
+    for option, url in zip(("--plain", "--drafted"), map(_base, serving.urls), strict=True):
+        run.say(f"check-serve: asking {url} for its models")
+        try:
+            read_url(f"{url}/v1/models", timeout_s=ANSWER_S)
+        except EngineError as error:
+            if not isinstance(error.__cause__, urllib.error.HTTPError):  # an error is an answer too
+                raise PipelineError(f"{option}: {error}") from error
+        try:
+            engines.append(_engine(run, url, serving))
+        except EngineError as error:  # its advice is for generate
+            raise PipelineError(f"{option}: {str(error).replace('generate.server_urls', option)}") from error
+    return engines
+
+
+def _engine(run: Run, url: str, serving: Serving) -> Any:
+    """What asks the server at a URL."""
     from stages.config import GenerateConfig
-    from stages.engine_metrics import counters_after, read_counters, settled
     from stages.engines import build_engine
 
     given = run.recipe.generate
@@ -182,14 +215,22 @@ def _ask(
         engine="openai", server_urls=(url,), server_model=given.server_model, api_key_env=given.api_key_env,
         concurrency=1, max_new_tokens=serving.max_new_tokens,
     )  # fmt: skip
-    engine = build_engine(run.recipe.target, config, seed=0, tokenizer=run.tokenizer, target=None)
+    return build_engine(run.recipe.target, config, seed=0, tokenizer=run.tokenizer, target=None)
+
+
+def _ask(
+    run: Run, url: str, engine: Any, prompts: Sequence[Any], stop_ids: frozenset[int], with_drafter: bool
+) -> Asked:
+    """All prompts, one after the other, so that the counters tell what each one added."""
+    from stages.engine_metrics import counters_after, read_counters, settled
+
     before = settled(partial(read_counters, url)) if with_drafter else None
     if with_drafter and before is None:
         run.say(f"check-serve: {url}/metrics counts no drafts, so acceptance is not compared")
     ids, counts = [], []
     with Progress(len(prompts), "prompts", "with the drafter" if with_drafter else "without") as progress:
         for prompt in prompts:
-            ids.append(_answer(engine, config, prompt, stop_ids))
+            ids.append(_answer(engine, prompt, stop_ids))
             if before is not None:
                 now = counters_after(url, before, len(ids[-1]))
                 counts.append(now.since(before))
@@ -198,10 +239,10 @@ def _ask(
     return Asked(ids, counts if before is not None else None, _version(url))
 
 
-def _answer(engine: Any, config: Any, prompt: Any, stop_ids: frozenset[int]) -> list[int]:
+def _answer(engine: Any, prompt: Any, stop_ids: frozenset[int]) -> list[int]:
     from stages.engine import Answer, Prompt
 
-    [found] = engine.answer([Prompt(prompt.sample_id, prompt.ids)], config, seed=0, stop_ids=stop_ids)
+    [found] = engine.answer([Prompt(prompt.sample_id, prompt.ids)], engine.config, seed=0, stop_ids=stop_ids)
     if not isinstance(found, Answer):
         raise PipelineError(
             f"the server does not answer prompt {prompt.sample_id!r} of evaluate: {found.reason}: {found.detail}"

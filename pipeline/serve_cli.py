@@ -46,9 +46,13 @@ def check_serve(
     from pipeline.recipe import load_recipe
     from pipeline.run import Run
     from pipeline.serve_check import Serving, check_serving
+    from stages.config import require_server_url
 
     if (plain is None) != (drafted is None) or (plain is None) == (vllm_python is None):
         raise click.UsageError("give --vllm-python to start servers, or --plain and --drafted for running ones")
+    for option, url in (("--plain", plain), ("--drafted", drafted)):
+        if url is not None:
+            require_server_url(option, url)
     run = Run(load_recipe(recipe, overrides), say)
     if drafter is None:
         run.folder.files.fetch_tree(EXPORT)

@@ -13,6 +13,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     held = status["held_by"]
     who = f"held by {held['text']}" if held else "nobody is at work"
     lines = [f"{status['run']} ({status['name'] or 'no recipe yet'}): {who}"]
+    lines += [f"damaged: {text}" for text in status["damaged"]]
     for stage in status["stages"]:
         first, *more = _stage_lines(stage)
         lines += [f"{stage['stage']:<9} {stage['state']:<10} {first}".rstrip(), *(f"{'':<21}{line}" for line in more)]
@@ -37,6 +38,8 @@ def _stage_lines(stage: dict[str, Any]) -> Iterator[str]:
         if stage.get(name):
             found = {key.replace("_", " "): value for key, value in stage[name].items() if value is not None}
             yield f"{what}: " + ", ".join(f"{key} {number_text(value)}" for key, value in found.items())
+    for text in stage["damaged"]:
+        yield f"damaged: {text}"
     failure = stage["failure"]
     if failure:
         yield (

@@ -165,14 +165,7 @@ class GenerateConfig(WorkerConfig):
         rule = "engine openai needs at least one, such as http://127.0.0.1:8000"
         require(self.engine != "openai" or len(self.server_urls) > 0, "generate.server_urls", self.server_urls, rule)
         for url in self.server_urls:
-            parts = urlsplit(url)
-            ok = parts.scheme in ("http", "https") and bool(parts.hostname)
-            require(ok, "generate.server_urls", url, "each must be like http://host:port")
-            if parts.username or parts.password:
-                raise ConfigError(
-                    f"generate.server_urls has a name or password in the URL of {parts.hostname}; put the key into an "
-                    "environment variable and name that in generate.api_key_env"
-                )
+            require_server_url("generate.server_urls", url)
         name = self.api_key_env
         rule = "it must be the name of an environment variable (letters, digits, _), never the key itself"
         # Not shown: it may be the key.
@@ -180,6 +173,25 @@ class GenerateConfig(WorkerConfig):
         require(self.concurrency > 0, "generate.concurrency", self.concurrency, "it must be above 0")
         require(self.timeout_s > 0, "generate.timeout_s", self.timeout_s, "it must be above 0")
         require(self.retries >= 0, "generate.retries", self.retries, "it must be 0 or above")
+
+
+def require_server_url(name: str, url: str) -> None:
+    """Refuse what is no URL of a server; `name` is the setting that holds it.
+
+    Raises:
+        ConfigError: it is like no http://host:port, or has a name or password in it.
+    """
+    try:
+        parts = urlsplit(url)
+        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of its port, or of the brackets of an IPv6 address
+        ok = False
+    require(ok, name, url, "a server's URL is like http://host:port")
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"{name} has a name or password in the URL of {parts.hostname}; put the key into an environment variable "
+            "and name that in generate.api_key_env"
+        )
 
 
 PROFILES: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ counter per position from 0. Prometheus appends `_total`.
 
 from __future__ import annotations
 
+import http.client
 import re
 import time
 import urllib.error
@@ -37,7 +38,7 @@ def read_url(url: str, timeout_s: float = READ_S) -> str:
     try:
         with _OPENER.open(url, timeout=timeout_s) as reply:
             return str(reply.read().decode(errors="replace"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise EngineError(f"{url} cannot be read: {error}; expected a running server there") from error
 
 

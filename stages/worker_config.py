@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from stages.fields import execution, require
+
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_DOMAIN = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"(?:{_DOMAIN}/)?{_WORD}")
+_SELECTED = re.compile(rf"!?(?:{_WORD}|in\({_WORD}(?:, ?{_WORD})*\))")
+"""Source: Ray 2.60, `_private/label_utils.py`, which looks only when the first worker is asked for. `(a)` alone, which
+it takes too, is left out: it says nothing that `a` does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,5 +47,7 @@ class WorkerConfig:
             ok = 0 < amount < float("inf") and name not in ("", "CPU", "GPU", "memory", "object_store_memory")
             require(ok, f"{stage}.resources.{name}", amount, rule)
         for label, wanted in self.label_selector.items():
-            require(label != "" and wanted != "", f"{stage}.label_selector", self.label_selector,
-                    "labels and their values must not be empty")  # fmt: skip
+            rule = "a label is up to 63 letters, digits, '.', '_' or '-', as in ray.io/market-type"
+            require(_LABEL.fullmatch(label) is not None, f"{stage}.label_selector: a label", label, rule)
+            rule = "Ray selects by `value`, `!value`, `in(a, b)` or `!in(a, b)`; a value is written like a label"
+            require(_SELECTED.fullmatch(wanted) is not None, f"{stage}.label_selector.{label}", wanted, rule)

@@ -17,7 +17,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from cache_schema.identity import sha256_bytes, sha256_file
@@ -32,42 +31,17 @@ from pipeline.steps import STEPS
 from stages.checkpoint_format import load_drafter
 from tests.conftest import MadeOnce
 from tests.tiny import make_target, make_tokenizer, save_target
+from tests.tiny_run import make_home
 
 REPO = Path(__file__).parent.parent
 KILLS = 2
 """How often each stage is killed before it is left alone."""
 
 
-def write_prompts(path: Path, n: int, text: str) -> None:
-    rows = [{"id": f"{path.stem}-{i}", "prompt": text.format(i), "category": f"c{i % 2}"} for i in range(n)]
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-
-
 @pytest.fixture(scope="module")
 def home(made_once: MadeOnce) -> Path:
     """A folder with a tiny target, prompts, and a recipe."""
-    return made_once("home", make_home)
-
-
-def make_home(folder: Path) -> None:
-    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    write_prompts(folder / "train.jsonl", 48, "Count from {} up.")
-    write_prompts(folder / "held.jsonl", 3, "Count down from {}.")
-    recipe = {
-        "name": "tiny",
-        "target": {"model": str(folder / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 12, "part_samples": 4, "batch_size": 4, "threads": 1},
-        "cache": {"n_layers": 3, "shard_bytes": 60000},
-        "extract": {"threads": 1},
-        "drafter": {"n_layers": 2, "block_size": 4},
-        "train": {
-            "epochs": 6, "batch_samples": 4, "micro_samples": 2, "anchors": 4, "heldout_share": 0.1, "bf16": False,
-            "checkpoint_every": 4, "heldout_every": 30, "log_every": 1, "threads": 1,
-        },
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 12, "threads": 1},
-    }  # fmt: skip
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return made_once("home", lambda folder: make_home(folder, 48, 3))
 
 
 def dflash(*args: str | Path) -> subprocess.CompletedProcess[str]:

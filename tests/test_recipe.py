@@ -255,6 +255,8 @@ def test_execution_settings_never_enter_an_identity(tmp_path: Path) -> None:
             values = {name: other_value(getattr(config, name)) for name in names}
             if "api_key_env" in values:
                 values["api_key_env"] = "OTHER_KEY"
+            if "label_selector" in values:
+                values["label_selector"] = {"other": "x"}
             if section.name == "cache":
                 values["path"] = "elsewhere"
             if section.name == "train":

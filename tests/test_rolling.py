@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,8 +44,9 @@ from stages.errors import TrainingError
 from stages.extract import ExtractJob, ExtractWorker, ShardUnit
 from stages.order import StepPlan
 from stages.rolling import POSITION, PositionFile, Rolling, WaitingReader, read_position, write_position
-from tests.test_pipeline import REPO, dflash_here, write_prompts
-from tests.tiny import MASK_ID, Extraction, make_target, make_tokenizer, response, save_target, start_extraction
+from tests.test_pipeline import REPO, dflash_here
+from tests.tiny import MASK_ID, Extraction, make_target, response, start_extraction
+from tests.tiny_run import make_home
 
 # --- the schedule ------------------------------------------------------------------------------------------------
 
@@ -382,24 +382,11 @@ def _ray(ray_address: str) -> Iterator[None]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recipe, target, and a run folder `start` with responses only."""
     folder = tmp_path_factory.mktemp("rolling")
-    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    write_prompts(folder / "train.jsonl", 60, "Count from {} up.")
-    write_prompts(folder / "held.jsonl", 2, "Count down from {}.")
-    recipe = {
-        "name": "tiny",
-        "target": {"model": str(folder / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 8, "part_samples": 30, "batch_size": 30, "threads": 1},
-        "cache": {"n_layers": 3, "shard_bytes": 30_000},
-        "extract": {"threads": 1},
-        "drafter": {"n_layers": 1, "block_size": 4},
-        "train": {
-            "epochs": 3, "batch_samples": 4, "micro_samples": 4, "anchors": 4, "heldout_share": 0.1, "bf16": False,
-            "checkpoint_every": 5, "heldout_every": 30, "log_every": 1, "threads": 1, "window_shards": 2,
-        },
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "threads": 1},
-    }  # fmt: skip
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    make_home(
+        folder, 60, 2, generate={"max_new_tokens": 8, "part_samples": 30, "batch_size": 30},
+        cache={"shard_bytes": 30_000}, drafter={"n_layers": 1},
+        train={"epochs": 3, "micro_samples": 4, "checkpoint_every": 5, "window_shards": 2},
+    )  # fmt: skip
     stage(folder, "generate", "start")
     return folder
 

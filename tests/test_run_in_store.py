@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cache_schema.carried import SCRATCH
 from cache_schema.responses import ResponsesTable
@@ -28,8 +27,7 @@ from pipeline.status import collect_status
 from stages import train_ray
 from stages.train import TrainJob, train_rank
 from stages.world import World
-from tests.test_pipeline import write_prompts
-from tests.tiny import make_target, make_tokenizer, save_target
+from tests.tiny_run import make_home
 
 
 def pool_here(
@@ -54,23 +52,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(extract_step, "drive_pool", pool_here)
     monkeypatch.setattr(train_step, "ensure_ray", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(train_ray, "train_with_ray", train_here)
-    save_target(tmp_path / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    write_prompts(tmp_path / "train.jsonl", 8, "Count from {} up.")
-    write_prompts(tmp_path / "held.jsonl", 1, "Count down from {}.")
-    settings = {
-        "name": "tiny",
-        "target": {"model": str(tmp_path / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 8, "part_samples": 4, "batch_size": 4, "threads": 1},
-        "cache": {"n_layers": 2, "shard_bytes": 60000},
-        "extract": {"threads": 1},
-        "drafter": {"n_layers": 1, "block_size": 4},
-        "train": {"epochs": 1, "batch_samples": 4, "anchors": 4, "heldout_share": 0.0, "bf16": False, "log_every": 1,
-                  "checkpoint_every": 1, "threads": 1, "trackers": []},
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 6, "threads": 1, "untrained": False},
-    }  # fmt: skip
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
-    return tmp_path / "r.yaml"
+    return make_home(
+        tmp_path, 8, 1, generate={"max_new_tokens": 8}, cache={"n_layers": 2}, drafter={"n_layers": 1},
+        train={"epochs": 1, "heldout_share": 0.0, "checkpoint_every": 1, "trackers": []},
+        evaluate={"max_new_tokens": 6, "untrained": False},
+    )  # fmt: skip
 
 
 def objects(storage: Storage, prefix: str) -> dict[str, bytes]:
@@ -81,6 +67,7 @@ def test_a_run_in_a_store_is_the_run_in_a_folder(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two stages scratch is lost, as on another machine."""
+    monkeypatch.setattr("pipeline.recipe.ONE_PROCESS", ())  # all units are done in this process
     url = f"memory://{secrets.token_hex(6)}/runs/tiny"
     places: list[Location] = [tmp_path / "run", url]
     scratch = tmp_path / "scratch"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import secrets
 import shutil
@@ -24,7 +23,8 @@ import yaml
 from pipeline import cli
 from pipeline.credentials import carries_credential, redacted
 from tests.servers.completions import CompletionServer
-from tests.tiny import make_target, make_tokenizer, save_target
+from tests.tiny import make_tokenizer
+from tests.tiny_run import make_home
 
 REPO = Path(__file__).parent.parent
 PLANTED = (
@@ -36,24 +36,12 @@ PLANTED = (
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny target, prompts, and a recipe."""
     folder = tmp_path_factory.mktemp("security")
-    save_target(folder / "target", make_target(0, make_tokenizer(), vocab_size=300))
-    for name, n in (("train", 12), ("held", 1)):
-        rows = [{"id": f"{name}-{i}", "prompt": f"Count from {i}, {name}."} for i in range(n)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "name": "tiny",
-        "target": {"model": str(folder / "target"), "dtype": "float32"},
-        "prompts": {"sources": [{"path": "train.jsonl"}]},
-        "generate": {"max_new_tokens": 12, "threads": 1, "engine": "openai", "server_urls": ["http://127.0.0.1:9"],
-                     "server_model": "tiny", "api_key_env": "MY_SERVERS_KEY"},
-        "cache": {"n_layers": 3},
-        "extract": {"threads": 1},
-        "drafter": {"n_layers": 1, "block_size": 4},
-        "train": {"epochs": 2, "batch_samples": 4, "micro_samples": 2, "anchors": 2, "bf16": False, "workers": 2,
-                  "trackers": ["tensorboard"], "checkpoint_every": 4, "threads": 1},
-        "evaluate": {"sources": [{"path": "held.jsonl"}], "max_new_tokens": 4, "threads": 1},
-    }  # fmt: skip
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    make_home(
+        folder, 12, 1, drafter={"n_layers": 1}, evaluate={"max_new_tokens": 4},
+        generate={"engine": "openai", "server_urls": ["http://127.0.0.1:9"], "server_model": "tiny",
+                  "api_key_env": "MY_SERVERS_KEY"},
+        train={"epochs": 2, "anchors": 2, "workers": 2, "trackers": ["tensorboard"]},
+    )  # fmt: skip
     return folder
 
 

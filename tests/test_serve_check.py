@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +188,28 @@ def test_a_server_of_ours_drafts_to_the_end_of_every_answer() -> None:
     most = served_length(n_prompt=48, max_new_tokens=64, block_size=16)
     drafted = [48 + done for done in range(64) if (48 + done + 16) + 16 <= most]  # vLLM's rule for another block
     assert len(drafted) == 64
+
+
+def test_a_server_that_is_not_there_is_told_before_anything_is_loaded(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.serve_check._models", lambda *_: pytest.fail("the target was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("pipeline.serve_check.ANSWER_S", 0.2)
+        mute = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for url, code, told in (
+            (f"http://127.0.0.1:{free_port()}", 1, "--plain: .*Connection refused.*expected a running server there"),
+            (mute, 1, "--plain: .*timed out"),
+            ("127.0.0.1:8000", 2, r"--plain is '127.0.0.1:8000', but .*http://host:port"),
+            ("http://127.0.0.1:80x", 2, r"--plain is .*http://host:port"),
+        ):
+            began = time.monotonic()
+            with pytest.raises(SystemExit) as ended:
+                main(["check-serve", str(home / "r.yaml"), "--set", f"run={tmp_path}", "--drafter",
+                      str(home / "drafter"), "--plain", url, "--drafted", url])  # fmt: skip
+            assert ended.value.code == code, url
+            assert re.search(told, capsys.readouterr().err), url
+            assert time.monotonic() - began < 20
 
 
 def test_only_cycles_that_a_server_runs_are_counted() -> None:

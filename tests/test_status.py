@@ -12,7 +12,9 @@ import pytest
 
 from cache_schema.responses import create_responses, write_part
 from cache_schema.storage import open_storage
+from pipeline.cli import main
 from pipeline.errors import PipelineError
+from pipeline.exits import Exit
 from pipeline.folder import RunFolder
 from pipeline.status import collect_status
 from pipeline.status_text import status_lines
@@ -112,4 +114,31 @@ def test_damaged_records_do_not_end_it(run: RunFolder) -> None:
             b'{"kind": "step", "step": 1' + b"0" * 400 + b', "seconds": 2}']  # fmt: skip
     run.storage.replace("train/metrics.jsonl", b"\n".join(rows) + b"\n")
     run.storage.replace("status/extract.json", b"[" * 100_000)
-    assert stage(run, "generate")["state"] == "begun"
+    assert stage(run, "generate")["state"] == stage(run, "extract")["state"] == "damaged"
+    text = "\n".join(status_lines(collect_status(run.path)))
+    damaged = {line.partition("damaged: ")[2] for line in text.splitlines() if "damaged: " in line}
+    places = ("recipe.json", "status/generate.json", "status/extract.json", "cache/plan.parquet", "train/metrics.jsonl")
+    assert {run.storage.where(key) for key in places} < damaged
+    assert any("part-00000.json is not JSON" in line for line in damaged)
+
+
+def test_rows_that_are_cut_at_either_end_are_no_damage(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = b'{"kind": "step", "step": 1, "seconds": 1}\n'
+    run.storage.replace("train/metrics.jsonl", row * 9 + row[:20])
+    monkeypatch.setattr("pipeline.status.TAIL_BYTES", 3 * len(row))
+    assert (stage(run, "train")["damaged"], stage(run, "train")["done"]) == ([], 1)
+
+
+@pytest.mark.parametrize("place", ["nfs://x/run", "memory://x/run", "s3:/bucket/run", "s3://key:secret@bucket/run"])
+def test_a_place_that_no_run_can_lie_in_is_a_wrong_call_of_any_command(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("{name: x, target: {model: m}, prompts: {sources: [{path: p}]}, "
+                      "evaluate: {sources: [{path: p}]}}")  # fmt: skip
+    commands = [[name, str(recipe), "--set", f"run={place}"] for name in ("plan", "generate")]
+    for command in (["status", place], *commands):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == Exit.USAGE, command
+        assert capsys.readouterr().err.startswith("error: ")

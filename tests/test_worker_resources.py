@@ -26,13 +26,32 @@ SPOT: dict[str, Any] = {"resources": {"spot": 0.001}, "label_selector": {"ray.io
         ({"memory_bytes": 0}, "memory_bytes is 0"),
         ({"resources": {"spot": 0}}, r"resources\.spot is 0"),
         ({"resources": {"GPU": 1}}, r"resources\.GPU is 1, but .* settings of their own"),
-        ({"label_selector": {"": "spot"}}, "label_selector is .* must not be empty"),
+        ({"label_selector": {"": "spot"}}, "label_selector: a label is '', but"),
+        ({"label_selector": {"zone": "in(a, b"}}, r"label_selector.zone is 'in\(a, b', but Ray selects by `value`"),
     ],
 )
 def test_what_no_run_could_use_is_refused(settings: dict[str, Any], text: str) -> None:
     for kind, stage in ((GenerateConfig, "generate"), (ExtractConfig, "extract"), (TrainConfig, "train")):
         with pytest.raises(ConfigError, match=rf"{stage}\.{text}"):
             kind(**settings)
+
+
+LABELS = [("zone", "a"), ("ray.io/market-type", "!spot"), ("zone", "in(a,b)"), ("zone", "!in(a, b.c-d_e)"), ("z", "9"),
+          ("zone", "-a"), ("zone", "!!a"), ("zone", "in()"), ("zone", "in(a,"), ("zone", "in(a,  b)"), ("zone", "a b"),
+          ("zone", "a" * 63), ("zone", "a" * 64), ("zone", "in(a, !b)"), ("-zone", "a"), ("a_b/zone", "a"),
+          ("zo ne", "a"), ("zone", "notin(a)"), ("zone", "a\n")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "wanted"), LABELS)
+def test_a_recipe_takes_the_label_selectors_that_ray_takes(label: str, wanted: str) -> None:
+    from ray._private.label_utils import validate_label_selector
+
+    try:
+        ExtractConfig(label_selector={label: wanted})
+        taken = True
+    except ConfigError:
+        taken = False
+    assert taken == (validate_label_selector({label: wanted}) is None)
 
 
 def test_the_recipe_decides_what_each_process_takes() -> None:
