@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.train import run
 from benchmarks.train_cases import Case
-from benchmarks.train_parts import products
+from benchmarks.train_parts import ProductTimes, products
 from benchmarks.train_steps import compare
 
 
@@ -19,7 +19,7 @@ def test_the_naive_step_has_the_same_loss_and_gradients() -> None:
 
 
 def test_a_quick_run_has_every_part_that_needs_no_rival() -> None:
-    found = run(("naive", "loss", "scaling", "rivals"), {}, quick=True)
+    found = run(("naive", "loss", "scaling", "rivals", "share"), {}, quick=True)
     assert found["naive"][0]["gradient_distance"] < 1e-5
     assert found["loss"][0]["gradient_distance"] < 1e-5
     fewer, more, short, long = found["scaling"]
@@ -27,6 +27,7 @@ def test_a_quick_run_has_every_part_that_needs_no_rival() -> None:
     assert long["attention_gmac"] > 1.2 * short["attention_gmac"]
     assert all(row["line"] == pytest.approx(row["seconds"]) for row in found["scaling"])  # two points make a line
     assert found["rivals"][0]["ratio"] is None
+    assert all(0 < row["share"] < 1 for row in found["share"])
 
 
 def test_products_of_attention_are_told_from_the_others() -> None:
@@ -38,3 +39,7 @@ def test_products_of_attention_are_told_from_the_others() -> None:
         a_23 @ b_34
 
     assert products(work) == pytest.approx((2 * 24e-9, 5 * 24e-9))
+    with ProductTimes() as times:
+        work()
+        c_523.exp()
+    assert len(times.seconds) == 3
