@@ -65,7 +65,9 @@ class Host:
         """Let the worker do one unit, in a process that is called `shown` until Ray calls it otherwise again."""
         import ray
 
-        ray._raylet.setproctitle(f"ray::{shown}")  # type: ignore[attr-defined]  # in C++
+        set_title = getattr(ray._raylet, "setproctitle", None)  # not a public part of Ray
+        if set_title is not None:
+            set_title(f"ray::{shown}")
         return guarded(lambda: self._worker.run(unit, attempt))
 
 
