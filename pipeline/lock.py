@@ -223,15 +223,23 @@ class _LeaseHold(Hold):
         self.lost: str | None = None
         self._ending = threading.Event()
         self._in_main = threading.current_thread() is threading.main_thread()
+        self._interrupt = signal.SIGINT
+        self._handler: Any = None
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def __enter__(self) -> _LeaseHold:
+        if self._in_main and not callable(signal.getsignal(signal.SIGINT)):
+            # Ignored, as in what a script starts with `&`: then another signal stops the main thread.
+            self._interrupt = signal.SIGUSR1
+            self._handler = signal.signal(self._interrupt, signal.default_int_handler)
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._ending.set()
         self._thread.join()
+        if self._interrupt != signal.SIGINT:
+            signal.signal(self._interrupt, self._handler or signal.SIG_DFL)
         if self.lost is None:
             with suppress(OSError):  # it lapses by itself
                 if _numbers(self.storage)[-1:] == [self.number]:
@@ -254,7 +262,7 @@ class _LeaseHold(Hold):
             if self.lost is not None:
                 if self._in_main and not self._ending.is_set():
                     # A call that waits for workers ends at once, and the block is left.
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    signal.pthread_kill(threading.main_thread().ident or 0, self._interrupt)
                 return
 
     def _look(self) -> None:

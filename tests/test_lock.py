@@ -6,10 +6,11 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_a_fresh_lease_is_never_stale(store: Storage, monkeypatch: pytest.Monkey
         wait_for(lambda: store.read(".lock/000001.json") != before)
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["at a terminal", "started with &"])
+def start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What SIGINT does, by how the driver was started."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("start")
 def test_a_driver_that_was_taken_over_stops(store: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "REFRESH_S", 0.05)
     folder = RunFolder(store.url)
