@@ -158,7 +158,8 @@ def foretell(found: Measured, n_units: int, workers: int, in_flight: int, n_kill
     compute_s = TOKENS / rates.tokens_per_s
     hidden = in_flight > 1
     unit_s = compute_s if hidden else compute_s + rates.read_token_bytes + rates.token_bytes + rates.dispatch_s
-    mtbf_h = n_units * unit_s / n_kills / 3600 if n_kills else None
+    # A death takes half a unit on average, which is done again, and may end in another.
+    mtbf_h = (n_units / n_kills + 0.5) * unit_s / 3600 if n_kills else None
     sim = Simulation(
         name="small", samples=n_units, tokens_per_sample=TOKENS,
         cluster=ClusterRates(nodes=workers, gpus_per_node=1, worker_mtbf_h=mtbf_h),
